@@ -1,0 +1,55 @@
+"""vLLM's current configuration in the terms of the capability table."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from ..capability import Deployment, Libraries, ModelDims
+from ..compat.versions import installed_version
+
+
+@cache
+def installed_libraries() -> Libraries:
+    """What is installed beside vLLM; for selection inside a vLLM process."""
+    from vllm.v1.attention.backends.mla.flashattn_mla_sparse import _fa4_cute_mla_available
+    from vllm.v1.attention.ops.flashmla import _is_flashmla_available
+
+    return Libraries(
+        flashinfer=installed_version("flashinfer-python") if find_spec("flashinfer") else None,
+        flashmla=_is_flashmla_available()[0],
+        flash_attn_4=_fa4_cute_mla_available() is None,
+    )
+
+
+def deployment_of(
+    vllm_config: Any, kv_cache_dtype: str | None, capability: Any, *, any_device: bool
+) -> Deployment:
+    """Reads a deployment off vLLM's configuration.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig`` with a model.
+        kv_cache_dtype: the layer's cache dtype; None means auto.
+        capability: vLLM's ``DeviceCapability``.
+        any_device: a kernel that runs anywhere is forced.
+    """
+    parallel = vllm_config.parallel_config
+    hf = vllm_config.model_config.hf_text_config
+    return Deployment(
+        arch=(capability.major, capability.minor),
+        kv_cache_dtype=kv_cache_dtype or "auto",
+        tp=parallel.tensor_parallel_size,
+        pcp=parallel.prefill_context_parallel_size,
+        dcp=parallel.decode_context_parallel_size,
+        comm=parallel.dcp_comm_backend or "ag_rs",
+        dims=ModelDims(
+            heads=hf.num_attention_heads,
+            kv_lora_rank=hf.kv_lora_rank,
+            qk_nope_head_dim=hf.qk_nope_head_dim,
+            qk_rope_head_dim=hf.qk_rope_head_dim,
+            index_topk=getattr(hf, "index_topk", None),
+        ),
+        libraries=installed_libraries(),
+        any_device=any_device,
+    )

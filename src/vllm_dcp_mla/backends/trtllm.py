@@ -1,0 +1,235 @@
+"""SM100: FLASHINFER_MLA_SPARSE, and FLASH_ATTN_MLA_SPARSE_FA4, which prefills with the same kernel.
+
+Stock sizes the workspace for a whole step and allocates it after memory was profiled. Here launches
+are split along tokens, so that a bounded workspace, made while the model loads, always suffices.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
+    FlashAttnMLASparseFA4Backend,
+    FlashAttnMLASparseFA4Impl,
+    FlashAttnMLASparseFA4MetadataBuilder,
+)
+from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
+    FlashInferMLASparseImpl,
+    FlashInferMLASparseMetadataBuilder,
+    FlashInferMLASparseTRTLLMBackend,
+    FlashInferMLASparseTRTLLMMetadataBuilder,
+)
+from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+from .. import device_buffer
+from ..compat import sleep
+from ..kernels import load_kernel
+from ..kernels.base import MlaDims, SparseMlaBatch
+from ..kernels.split import clear_empty_rows, launch_split
+from ..settings import load_settings, user_workspace_bytes
+from ..topology import gathered_heads
+from ..workspace import WorkspacePlan
+from .refusing import CapabilityTableMixin, uses_reference_kernel
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionLayer
+
+
+class _SplitLaunchImpl(FlashInferMLASparseImpl):
+    """Stock's implementation with the kernel call replaced."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        parallel = config.parallel_config
+        settings = load_settings(config.additional_config)
+        self.kernel_is_forced = settings.kernel != "auto"
+        self._kernel = load_kernel(settings.kernel if self.kernel_is_forced else "trtllm_gen")
+        self._dims = MlaDims(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim)
+        self._max_num_tokens = config.scheduler_config.max_num_batched_tokens
+        self._slab_limit_bytes = settings.slab_limit_bytes
+        heads = gathered_heads(
+            self.num_heads,
+            parallel.tensor_parallel_size,
+            parallel.prefill_context_parallel_size,
+            parallel.decode_context_parallel_size,
+        )
+        self._plan = self._plan_for(heads)
+        sleep.install()
+
+    def _plan_for(self, heads: int) -> WorkspacePlan:
+        self._buffers, plan = device_buffer.acquire(
+            device_buffer.kernel_device(),
+            heads,
+            self._max_num_tokens,
+            slab_limit_bytes=self._slab_limit_bytes,
+            workspace_bytes=user_workspace_bytes(),
+        )
+        return plan
+
+    def _attend(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        counts: torch.Tensor,
+        layer: AttentionLayer,
+        block_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attends T tokens.
+
+        Args:
+            q: ``[T, H, D]``, or its latent and rotary parts.
+            kv_cache: ``[blocks, block_size, D]``, block strides of whole rows.
+            topk_indices: ``[T, K]`` int32 physical rows, valid ones first.
+            counts: ``[T]`` int32.
+            layer: holds the checkpoint's scales.
+            block_size: rows of a block.
+
+        Returns:
+            ``out [T, H, kv_lora_rank]`` bf16 and, under DCP, ``lse [T, H]`` float32 in the base
+            that this class declares.
+        """
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        rows, block_stride = flat_kv_row_view(kv_cache.view(query.dtype), block_size)
+        tokens, heads, _ = query.shape
+        # A checkpoint may hold scales that a bf16 cache was never quantised with.
+        quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+        lse = None
+        if self.need_to_return_lse_for_decode:
+            lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
+        batch = SparseMlaBatch(
+            query=query,
+            cache_rows=rows,
+            page_size=math.gcd(block_stride, block_size, 64),
+            topk=topk_indices,
+            counts=counts,
+            softmax_scale=self.scale,
+            query_scale=layer._q_scale_float if quantized else 1.0,
+            cache_scale=layer._k_scale_float if quantized else 1.0,
+            dims=self._dims,
+            out=torch.empty(
+                tokens, heads, self.kv_lora_rank, dtype=torch.bfloat16, device=query.device
+            ),
+            lse=lse,
+        )
+        plan = self._plan if heads == self._plan.num_heads else self._plan_for(heads)
+        launch_split(self._kernel, batch, self._buffers, plan)
+        if lse is not None and self.lse_base_on_e and self._kernel.lse_base == "2":
+            lse.mul_(math.log(2.0))
+        return batch.out, lse
+
+    def _forward_mqa_kernel(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        valid_counts: torch.Tensor,
+        *,
+        layer: AttentionLayer,
+        block_size: int,
+        is_decode: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
+
+
+class _NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):
+    """Stock's builder without the workspace it allocates under DCP."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        parent = (
+            FlashInferMLASparseMetadataBuilder
+            if vllm_config.parallel_config.decode_context_parallel_size > 1
+            else FlashInferMLASparseTRTLLMMetadataBuilder
+        )
+        parent.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+
+
+class _AnyDeviceMixin:
+    """A forced reference kernel runs on any device."""
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """Whether the kernel runs on a device."""
+        return uses_reference_kernel() or super().supports_compute_capability(capability)  # type: ignore[misc]
+
+
+class DcpFlashInferMLASparseImpl(_SplitLaunchImpl):
+    """trtllm-gen for every row."""
+
+
+class DcpFlashInferMLASparseBuilder(_NoSlabBuilder):
+    """Metadata of FLASHINFER_MLA_SPARSE."""
+
+
+class DcpFlashInferMLASparseBackend(
+    _AnyDeviceMixin, CapabilityTableMixin, FlashInferMLASparseTRTLLMBackend
+):
+    """FLASHINFER_MLA_SPARSE on SM100 under DCP."""
+
+    @staticmethod
+    def get_impl_cls() -> type[DcpFlashInferMLASparseImpl]:
+        """The implementation vLLM builds for each layer."""
+        return DcpFlashInferMLASparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[DcpFlashInferMLASparseBuilder]:
+        """The builder vLLM makes for each group of layers."""
+        return DcpFlashInferMLASparseBuilder
+
+
+class DcpFlashAttnMLASparseFA4Impl(_SplitLaunchImpl, FlashAttnMLASparseFA4Impl):
+    """FlashAttention 4 for decode steps, trtllm-gen for steps with prefill."""
+
+    def _forward_mqa_kernel(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        valid_counts: torch.Tensor,
+        *,
+        layer: AttentionLayer,
+        block_size: int,
+        is_decode: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not is_decode or self.kernel_is_forced:
+            return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
+        out, lse = FlashAttnMLASparseFA4Impl._forward_mqa_kernel(
+            self,
+            q,
+            kv_cache,
+            topk_indices,
+            valid_counts,
+            layer=layer,
+            block_size=block_size,
+            is_decode=True,
+        )
+        if lse is not None:
+            clear_empty_rows(out, lse, valid_counts)
+        return out, lse
+
+
+class DcpFlashAttnMLASparseFA4Builder(_NoSlabBuilder, FlashAttnMLASparseFA4MetadataBuilder):
+    """Metadata of FLASH_ATTN_MLA_SPARSE_FA4."""
+
+
+class DcpFlashAttnMLASparseFA4Backend(
+    _AnyDeviceMixin, CapabilityTableMixin, FlashAttnMLASparseFA4Backend
+):
+    """FLASH_ATTN_MLA_SPARSE_FA4 on SM100 under DCP; it shares the workspace."""
+
+    @staticmethod
+    def get_impl_cls() -> type[DcpFlashAttnMLASparseFA4Impl]:
+        """The implementation vLLM builds for each layer."""
+        return DcpFlashAttnMLASparseFA4Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[DcpFlashAttnMLASparseFA4Builder]:
+        """The builder vLLM makes for each group of layers."""
+        return DcpFlashAttnMLASparseFA4Builder

@@ -1,0 +1,1 @@
+"""Everything that ties the package to particular vLLM and FlashInfer releases."""

@@ -1,0 +1,129 @@
+"""Every vLLM symbol relied on, checked in the source text: nothing is imported, nothing runs.
+
+One that is missing, or lost an argument, switches the package off as a whole.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+_FLASHINFER = "vllm/v1/attention/backends/mla/flashinfer_mla_sparse.py"
+_FLASH_ATTN = "vllm/v1/attention/backends/mla/flashattn_mla_sparse.py"
+_FLASHMLA = "vllm/v1/attention/backends/mla/flashmla_sparse.py"
+_SPARSE = "vllm/model_executor/layers/attention/sparse_mla_attention.py"
+_BACKEND = "vllm/v1/attention/backend.py"
+_UTILS = "vllm/v1/attention/backends/mla/sparse_utils.py"
+_REGISTRY = "vllm/v1/attention/backends/registry.py"
+_WORKER = "vllm/v1/worker/gpu_worker.py"
+
+_KERNEL_ARGS = ("q", "kv_cache", "topk_indices", "layer", "block_size", "is_decode")
+_BUILDER_ARGS = ("kv_cache_spec", "layer_names", "vllm_config", "device")
+_COMBINATION_ARGS = (
+    *("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla"),
+    *("has_sink", "use_sparse", "use_mm_prefix", "device_capability"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A function, class, method or assigned name of a source file.
+
+    Attributes:
+        file: path below site-packages.
+        name: dotted name inside the file.
+        arguments: argument names a function must have.
+    """
+
+    file: str
+    name: str
+    arguments: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.file[: -len('.py')].replace('/', '.')}.{self.name}"
+
+
+SYMBOLS: tuple[Symbol, ...] = (
+    Symbol(_REGISTRY, "register_backend", ("backend", "class_path")),
+    Symbol(_REGISTRY, "_ATTN_OVERRIDES"),
+    Symbol(_REGISTRY, "AttentionBackendEnum.register", ("name", "value")),
+    Symbol(_REGISTRY, "AttentionBackendEnum.get_path"),
+    Symbol(_REGISTRY, "AttentionBackendEnum.is_overridden"),
+    Symbol(_REGISTRY, "AttentionBackendEnum.FLASHINFER_MLA_SPARSE"),
+    Symbol(_REGISTRY, "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE_FA4"),
+    Symbol(_REGISTRY, "AttentionBackendEnum.FLASHMLA_SPARSE"),
+    Symbol(_BACKEND, "AttentionBackend.supports_combination", _COMBINATION_ARGS),
+    Symbol(_BACKEND, "AttentionBackend.supports_compute_capability", ("capability",)),
+    Symbol(_BACKEND, "AttentionBackend.get_builder_cls"),
+    Symbol(_BACKEND, "AttentionBackend.get_impl_cls"),
+    Symbol(_BACKEND, "AttentionImplBase.need_to_return_lse_for_decode"),
+    Symbol(_BACKEND, "AttentionImplBase.lse_base_on_e"),
+    Symbol(_SPARSE, "SparseMLACommonImpl.forward_mqa", ("q", "attn_metadata", "layer")),
+    Symbol(_SPARSE, "SparseMLACommonImpl._forward_mqa_kernel", (*_KERNEL_ARGS, "valid_counts")),
+    Symbol(_SPARSE, "SparseMLACommonMetadataBuilder.__init__", _BUILDER_ARGS),
+    Symbol(_UTILS, "flat_kv_row_view", ("kv_cache", "block_size")),
+    Symbol(_FLASHINFER, "FlashInferMLASparseTRTLLMBackend.supports_combination", _COMBINATION_ARGS),
+    Symbol(_FLASHINFER, "FlashInferMLASparseMetadataBuilder.__init__", _BUILDER_ARGS),
+    Symbol(_FLASHINFER, "FlashInferMLASparseTRTLLMMetadataBuilder.__init__", _BUILDER_ARGS),
+    Symbol(_FLASHINFER, "FlashInferMLASparseImpl._forward_mqa_kernel", (*_KERNEL_ARGS, "seq_lens")),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseFA4Backend.supports_combination"),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseFA4MetadataBuilder"),
+    Symbol(
+        _FLASH_ATTN,
+        "FlashAttnMLASparseFA4Impl._forward_mqa_kernel",
+        (*_KERNEL_ARGS, "valid_counts"),
+    ),
+    Symbol(_FLASHMLA, "FlashMLASparseBackend.supports_combination", _COMBINATION_ARGS),
+    Symbol(_WORKER, "Worker.wake_up", ("tags",)),
+)
+
+
+def missing_symbols() -> list[str]:
+    """What of :data:`SYMBOLS` the installed vLLM lacks, one phrase each."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return ["vllm is not installed"]
+    root = Path(next(iter(spec.submodule_search_locations))).parent
+    trees: dict[str, ast.Module | None] = {}
+    problems = []
+    for symbol in SYMBOLS:
+        if symbol.file not in trees:
+            path = root / symbol.file
+            trees[symbol.file] = ast.parse(path.read_bytes()) if path.is_file() else None
+        tree = trees[symbol.file]
+        if tree is None:
+            problems.append(f"{symbol.file} is gone")
+        elif (problem := _check(symbol, tree)) is not None:
+            problems.append(problem)
+    return list(dict.fromkeys(problems))
+
+
+def _check(symbol: Symbol, tree: ast.Module) -> str | None:
+    node: ast.stmt | ast.Module | None = tree
+    for part in symbol.name.split("."):
+        node = _member(node, part) if isinstance(node, ast.Module | ast.ClassDef) else None
+        if node is None:
+            return f"{symbol} is gone"
+    if isinstance(node, ast.FunctionDef) and symbol.arguments:
+        arguments = node.args
+        names = {a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs}
+        lost = [name for name in symbol.arguments if name not in names]
+        if lost:
+            return f"{symbol} lost {', '.join(lost)}"
+    return None
+
+
+def _member(scope: ast.Module | ast.ClassDef, name: str) -> ast.stmt | None:
+    for node in scope.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return node
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return node
+    return None

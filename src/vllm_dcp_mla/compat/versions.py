@@ -1,0 +1,22 @@
+"""The vLLM releases that the package is tested with."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+TESTED = SpecifierSet(">=0.33.0,<0.34", prereleases=True)
+
+
+def installed_version(distribution: str) -> str | None:
+    """A distribution's version, None when it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def is_tested(vllm_version: str) -> bool:
+    """Whether a vLLM release lies in the tested range."""
+    return TESTED.contains(vllm_version)

@@ -1,0 +1,102 @@
+"""The one workspace of a CUDA device: made while the model loads, never moved, never re-made.
+
+CUDA graphs keep its address, and every layer, drafter and engine of a process shares it in stream
+order. A later caller who would want more plans against what is there and splits launches finer.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from .kernels.base import LaunchBuffers
+from .workspace import (
+    MIN_SCRATCH_BYTES,
+    STATS_BYTES_PER_SLOT,
+    STATS_GUARD_BYTES,
+    STATS_SLOT_ROUNDING,
+    WorkspacePlan,
+    counter_bytes,
+    plan_workspace,
+)
+
+logger = logging.getLogger("vllm.dcp_mla.workspace")
+
+_BY_DEVICE: dict[torch.device, LaunchBuffers] = {}
+
+
+def kernel_device() -> torch.device:
+    """Where attention will run: the current CUDA device by number, or the CPU without CUDA.
+
+    torch's default device says nothing here; vLLM sets it to meta or cpu while it loads weights.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def acquire(
+    device: torch.device,
+    num_heads: int,
+    max_num_tokens: int,
+    *,
+    slab_limit_bytes: int,
+    workspace_bytes: int | None = None,
+) -> tuple[LaunchBuffers, WorkspacePlan]:
+    """The device's buffers, made by the first caller, and how this caller's launches use them.
+
+    Args:
+        device: an explicit device; ``cuda`` without a number is refused.
+        num_heads: query heads of the caller's launches.
+        max_num_tokens: most tokens of a step.
+        slab_limit_bytes: most bytes of softmax statistics.
+        workspace_bytes: the user's size; only the first caller's counts.
+
+    Raises:
+        ValueError: not one token fits; the message names the bytes needed.
+    """
+    if device.type == "cuda" and device.index is None:
+        raise ValueError(f"device is {device}; name its number, such as cuda:0")
+    buffers = _BY_DEVICE.get(device)
+    if buffers is not None:
+        workspace_bytes = buffers.workspace.numel()
+    plan = plan_workspace(
+        num_heads,
+        max_num_tokens,
+        slab_limit_bytes=slab_limit_bytes,
+        workspace_bytes=workspace_bytes,
+    )
+    if buffers is None:
+        buffers = _BY_DEVICE[device] = _allocate(device, plan)
+        logger.info(
+            "Attention workspace on %s: %s bytes (%.3f GiB), %d tokens a launch at %d heads.",
+            device,
+            f"{plan.total_bytes:,}",
+            plan.total_bytes / 2**30,
+            plan.tokens_per_launch,
+            num_heads,
+        )
+    return buffers, plan
+
+
+def zero_all() -> None:
+    """Zeroes every buffer again: sleep mode may have given their memory back in between."""
+    for device, buffers in _BY_DEVICE.items():
+        buffers.workspace.zero_()
+        buffers.counters.zero_()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _allocate(device: torch.device, plan: WorkspacePlan) -> LaunchBuffers:
+    sms = 1
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    # Enough for any later plan against this workspace: heads x tokens is what its slab is sized by.
+    slab_space = plan.total_bytes - MIN_SCRATCH_BYTES - STATS_GUARD_BYTES
+    rows = slab_space // (STATS_BYTES_PER_SLOT * STATS_SLOT_ROUNDING)
+    return LaunchBuffers(
+        workspace=torch.zeros(plan.total_bytes, dtype=torch.int8, device=device),
+        counters=torch.zeros(counter_bytes(1, rows, sms), dtype=torch.uint8, device=device),
+    )

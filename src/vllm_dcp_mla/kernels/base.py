@@ -1,0 +1,102 @@
+"""What a sparse MLA kernel gets, and what it promises.
+
+Shapes: T tokens, H query heads, D = kv_lora_rank + qk_rope_head_dim, V = kv_lora_rank, K top-k
+slots. Each token attends the first ``counts[t]`` entries of its row of ``topk``, which are physical
+rows of the cache; entries behind are not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+import torch
+
+from ..merge import LseBase
+
+
+@dataclass(frozen=True, slots=True)
+class MlaDims:
+    """MLA head dims of a model, in elements."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+
+    @property
+    def is_nope(self) -> bool:
+        """Whether the model has no rotary part; its kernel forbids rows without tokens."""
+        return self.qk_rope_head_dim == 0
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMlaBatch:
+    """Tokens to attend, and where the results go.
+
+    Attributes:
+        query: ``[T, H, D]``, of the cache's dtype.
+        cache_rows: ``[R, D]`` view of the paged cache; bf16, fp16 or float8_e4m3fn.
+        page_size: rows of a page; divides R.
+        topk: ``[T, K]`` int32 rows of ``cache_rows``, valid ones first.
+        counts: ``[T]`` int32, valid entries of each row of ``topk``.
+        softmax_scale: the model's scale of query-key products.
+        query_scale: value of one unit of ``query``; 1 unless quantised.
+        cache_scale: value of one unit of ``cache_rows``; 1 unless quantised.
+        dims: the model's MLA dims.
+        out: ``[T, H, V]`` bf16, to be written.
+        lse: ``[T, H]`` float32, to be written; None when it is not wanted.
+    """
+
+    query: torch.Tensor
+    cache_rows: torch.Tensor
+    page_size: int
+    topk: torch.Tensor
+    counts: torch.Tensor
+    softmax_scale: float
+    query_scale: float
+    cache_scale: float
+    dims: MlaDims
+    out: torch.Tensor
+    lse: torch.Tensor | None
+
+    def tokens(self, rows: slice) -> SparseMlaBatch:
+        """The same for some tokens only; results land in the same memory."""
+        return replace(
+            self,
+            query=self.query[rows],
+            topk=self.topk[rows],
+            counts=self.counts[rows],
+            out=self.out[rows],
+            lse=None if self.lse is None else self.lse[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchBuffers:
+    """Memory a launch may use, shared by all launches of a device in stream order.
+
+    Attributes:
+        workspace: int8, zero before its first use.
+        counters: uint8, zero before its first use; kernels leave it zero.
+    """
+
+    workspace: torch.Tensor
+    counters: torch.Tensor
+
+
+class SparseMlaKernel(Protocol):
+    """One attention kernel."""
+
+    name: ClassVar[str]
+    #: Base of the LSE it writes.
+    lse_base: ClassVar[LseBase]
+
+    def launch(self, batch: SparseMlaBatch, buffers: LaunchBuffers) -> None:
+        """Writes ``batch.out`` and, where wanted, ``batch.lse``.
+
+        Rows whose count is 0 may be left as they were.
+
+        Raises:
+            ValueError: a batch that this kernel does not serve.
+        """
+        ...

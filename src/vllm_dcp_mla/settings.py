@@ -1,0 +1,124 @@
+"""Every setting of the package, in one table.
+
+A setting is read from ``--additional-config '{"dcp_mla": {"name": value}}'``, else from
+``VLLM_DCP_MLA_<NAME>``, else it has its default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from .workspace import DEFAULT_SLAB_LIMIT_BYTES
+
+ENV_PREFIX = "VLLM_DCP_MLA_"
+CONFIG_KEY = "dcp_mla"
+WORKSPACE_ENV = "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"
+#: Read before vLLM's configuration exists, so only the environment can hold them.
+ENV_ONLY = frozenset({"allow_untested"})
+
+KernelName = Literal["auto", "trtllm_gen", "reference"]
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the message names it, what was got and what is allowed."""
+
+
+class Settings(BaseModel):
+    """The settings of one engine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slab_limit_bytes: PositiveInt = Field(
+        DEFAULT_SLAB_LIMIT_BYTES,
+        description="most bytes of the trtllm-gen softmax-statistics slab; launches are split so "
+        "that it suffices",
+    )
+    kernel: KernelName = Field(
+        "auto",
+        description="attention kernel; `reference` is plain torch and runs on any device, slowly",
+    )
+    disable: bool = Field(False, description="leave vLLM untouched")
+    allow_untested: bool = Field(
+        False, description="stay on with a vLLM outside the tested range (environment only)"
+    )
+
+
+def env_name(setting: str) -> str:
+    """The environment variable of a setting."""
+    return ENV_PREFIX + setting.upper()
+
+
+def load_settings(
+    additional_config: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Reads all settings.
+
+    Args:
+        additional_config: vLLM's ``additional_config``; None before there is one.
+        environ: the environment; ``os.environ`` by default.
+
+    Raises:
+        SettingsError: an unknown key or a value that does not fit.
+    """
+    environ = os.environ if environ is None else environ
+    section = (additional_config or {}).get(CONFIG_KEY) or {}
+    if not isinstance(section, Mapping):
+        raise SettingsError(
+            f'--additional-config "{CONFIG_KEY}" is {section!r}; it must be an object of settings '
+            f'such as {{"slab_limit_bytes": {DEFAULT_SLAB_LIMIT_BYTES}}}.'
+        )
+    for key in ENV_ONLY & set(section):
+        raise SettingsError(
+            f'--additional-config "{CONFIG_KEY}" has {key}, which is read before the configuration '
+            f"exists; set {env_name(key)}=1 instead."
+        )
+    values = {n: environ[env_name(n)] for n in Settings.model_fields if env_name(n) in environ}
+    try:
+        return Settings.model_validate({**values, **section})
+    except ValidationError as error:
+        raise SettingsError(_explain(error, set(section))) from None
+
+
+def _explain(error: ValidationError, in_config: set[str]) -> str:
+    sentences = []
+    for problem in error.errors():
+        name = str(problem["loc"][0])
+        if problem["type"] == "extra_forbidden":
+            known = ", ".join(sorted(set(Settings.model_fields) - ENV_ONLY))
+            sentences.append(
+                f'--additional-config "{CONFIG_KEY}" has {name}, which is not a setting; '
+                f"known: {known}."
+            )
+            continue
+        where = (
+            f'--additional-config "{CONFIG_KEY}.{name}"' if name in in_config else env_name(name)
+        )
+        wanted = problem["msg"][0].lower() + problem["msg"][1:]
+        sentences.append(f"{where} is {problem['input']!r}: {wanted}; correct it or leave it out.")
+    return " ".join(sentences)
+
+
+def user_workspace_bytes(environ: Mapping[str, str] | None = None) -> int | None:
+    """The user's ``VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE`` in bytes, None when it is not set.
+
+    Raises:
+        SettingsError: it is set and not a positive whole number.
+    """
+    text = (os.environ if environ is None else environ).get(WORKSPACE_ENV)
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise SettingsError(
+            f"{WORKSPACE_ENV} is {text!r}; it must be a whole number of bytes such as 1073741824 "
+            f"(1 GiB); correct it or unset it."
+        )
+    return value
