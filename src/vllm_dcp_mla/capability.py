@@ -18,6 +18,14 @@ FLASHINFER = "FLASHINFER_MLA_SPARSE"
 FLASH_ATTN_4 = "FLASH_ATTN_MLA_SPARSE_FA4"
 FLASHMLA = "FLASHMLA_SPARSE"
 
+_FLAGS = {
+    "tp": "--tensor-parallel-size",
+    "pcp": "--prefill-context-parallel-size",
+    "dcp": "--decode-context-parallel-size",
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "comm": "--dcp-comm-backend",
+}
+
 #: The oldest FlashInfer whose sparse MLA decode returns an LSE.
 MIN_FLASHINFER = (0, 6, 14)
 
@@ -110,9 +118,7 @@ _DS_MLA: dict[str, KvCacheFormat] = {
 def _flashinfer_library(libraries: Libraries) -> str | None:
     oldest = ".".join(map(str, MIN_FLASHINFER))
     if libraries.flashinfer is None:
-        return (
-            f"FlashInfer is not installed; install the version that vLLM pins ({oldest} or newer)"
-        )
+        return f"FlashInfer is not installed; install the one that vLLM pins ({oldest} or newer)"
     found = tuple(int(part) for part in libraries.flashinfer.split(".")[:3] if part.isdigit())
     if found < MIN_FLASHINFER:
         return f"FlashInfer {libraries.flashinfer} returns no LSE here; {oldest} or newer is needed"
@@ -176,12 +182,12 @@ def _flash_attn_4_shape(d: Deployment) -> str | None:
 
 
 def _flashmla_cache(d: Deployment) -> str | None:
-    cache = _DS_MLA.get(d.kv_cache_dtype)
-    if cache is None:
+    if d.kv_cache_dtype in _BF16:
         return f"FlashMLA serves DCP from an fp8_ds_mla cache only, got {d.kv_cache_dtype}"
+    cache = _DS_MLA.get(d.kv_cache_dtype)
     if cache == "nvfp4_ds_mla" and d.arch[0] != 10:
         return f"an nvfp4_ds_mla cache needs SM100, got {arch_name(d.arch)}"
-    if d.pcp > 1 and cache != "fp8_ds_mla":
+    if d.pcp > 1 and cache == "nvfp4_ds_mla":
         return f"PCP with DCP gathers an fp8_ds_mla cache, got {d.kv_cache_dtype}"
     return None
 
@@ -273,9 +279,9 @@ def serving(d: Deployment) -> str | None:
 
 
 def suggestion(d: Deployment) -> str | None:
-    """The flags of a deployment nearby that works on the same GPUs, None when there is none.
+    """The flags to change so that a deployment works on the same GPUs, None when nothing does.
 
-    "Nearby" keeps, in this order of weight: DCP, the cache dtype, TP and PCP, the exchange.
+    The nearest change wins: DCP and PCP stay if they can, then the cache dtype, then the exchange.
     """
     best: tuple[tuple[int, ...], Deployment, str] | None = None
     for other in _neighbours(d):
@@ -283,9 +289,9 @@ def suggestion(d: Deployment) -> str | None:
             continue
         distance = (
             int(other.dcp != d.dcp),
+            int(other.pcp != d.pcp),
             int(other.kv_cache_dtype != d.kv_cache_dtype),
-            abs(other.pcp - d.pcp),
-            abs(other.dcp - d.dcp),
+            abs(other.dcp - d.dcp) + abs(other.pcp - d.pcp),
             int(other.comm != d.comm),
         )
         if best is None or distance < best[0]:
@@ -293,16 +299,12 @@ def suggestion(d: Deployment) -> str | None:
     if best is None:
         return None
     _, other, name = best
-    flags = [
-        f"--tensor-parallel-size {other.tp}",
-        f"--decode-context-parallel-size {other.dcp}",
-        f"--kv-cache-dtype {other.kv_cache_dtype}",
+    changes = [
+        f"{flag} {getattr(other, field)}"
+        for field, flag in _FLAGS.items()
+        if getattr(other, field) != getattr(d, field)
     ]
-    if other.pcp > 1 or d.pcp > 1:
-        flags.insert(1, f"--prefill-context-parallel-size {other.pcp}")
-    if other.comm != d.comm:
-        flags.append(f"--dcp-comm-backend {other.comm}")
-    return f"{' '.join(flags)} ({name})"
+    return f"{' '.join(changes)} (served by {name})" if changes else name
 
 
 def _neighbours(d: Deployment) -> Iterator[Deployment]:
@@ -320,7 +322,10 @@ def _neighbours(d: Deployment) -> Iterator[Deployment]:
 
 
 def explain(name: str, d: Deployment) -> str | None:
-    """One sentence that a refusing backend answers selection with; None when it serves."""
+    """What a refusing backend answers selection with: its reasons, and what works instead.
+
+    None when it serves.
+    """
     reasons = refusals(name, d)
     if not reasons:
         return None
@@ -328,6 +333,6 @@ def explain(name: str, d: Deployment) -> str | None:
     way_out = (
         f"works here: {other}"
         if other
-        else "no topology of these GPUs works with DCP; leave out --decode-context-parallel-size"
+        else f"nothing works with DCP on these {d.tp * d.pcp} GPUs; leave out {_FLAGS['dcp']}"
     )
     return f"{'; '.join(reasons)}; {way_out}"

@@ -1,0 +1,57 @@
+"""Configurations of the models that the command line knows by name."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+#: Name on the command line: file beside this one. Quantised checkpoints share their base's dims.
+BUILT_IN = {
+    "glm-5.2": "glm-5.2.json",
+    "glm-5.2-fp8": "glm-5.2.json",
+    "glm-5.2-nvfp4": "glm-5.2.json",
+    "deepseek-v3.2": "deepseek-v3.2.json",
+}
+
+
+class ModelConfigError(ValueError):
+    """A model that cannot be read; the message says what to give instead."""
+
+
+def load_config(name: str) -> dict[str, Any]:
+    """A model's ``config.json`` as a dictionary.
+
+    Args:
+        name: a name of :data:`BUILT_IN`, or a folder with a ``config.json``.
+
+    Raises:
+        ModelConfigError: neither, or no MLA model with an indexer.
+    """
+    if name in BUILT_IN:
+        return json.loads(files(__name__).joinpath(BUILT_IN[name]).read_text())
+    path = Path(name) / "config.json"
+    if not path.is_file():
+        raise ModelConfigError(
+            f"--model is {name!r}, neither a folder with a config.json nor one of "
+            f"{', '.join(BUILT_IN)}; give one of these."
+        )
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelConfigError(f"{path} cannot be read: {error}; correct it.") from None
+    wanted = ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+    missing = [key for key in (*wanted, "index_topk") if not _is_count(config, key)]
+    if missing:
+        raise ModelConfigError(
+            f"{path} has no usable {', '.join(missing)}: sparse MLA needs an MLA model with an "
+            "indexer, such as GLM-5.x or DeepSeek-V3.2; give its folder."
+        )
+    return config
+
+
+def _is_count(config: Any, key: str) -> bool:
+    value = config.get(key) if isinstance(config, dict) else None
+    floor = 0 if key == "qk_rope_head_dim" else 1
+    return isinstance(value, int) and not isinstance(value, bool) and value >= floor
