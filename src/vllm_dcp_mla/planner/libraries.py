@@ -1,0 +1,42 @@
+"""Which of vLLM's kernel libraries are here, found by file: nothing of them is imported."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..capability import Libraries
+from ..compat.versions import installed_version
+
+#: Assumed where vLLM is not installed, as on a laptop: all that vLLM 0.33 ships with.
+ASSUMED = Libraries(flashinfer="0.7.2.post1", flashmla=True, flash_attn_4=True)
+FLASHMLA_MODULES = ("_flashmla_C", "_flashmla_extension_C")
+
+
+def package_folder(name: str) -> Path | None:
+    """The folder of an installed top-level package, None when there is none."""
+    try:
+        spec = find_spec(name)
+    except ValueError:  # a half-imported or replaced module has no spec
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def libraries_here() -> Libraries:
+    """The libraries beside the installed vLLM, or :data:`ASSUMED` without one."""
+    vllm = package_folder("vllm")
+    if vllm is None:
+        return ASSUMED
+    return Libraries(
+        flashinfer=installed_version("flashinfer-python") if package_folder("flashinfer") else None,
+        flashmla=not missing_flashmla_modules(vllm),
+        flash_attn_4=(vllm / "vllm_flash_attn" / "cute").is_dir()
+        and package_folder("cutlass") is not None,
+    )
+
+
+def missing_flashmla_modules(vllm: Path) -> list[str]:
+    """FlashMLA's extension modules that a vLLM folder lacks."""
+    return [name for name in FLASHMLA_MODULES if not any(vllm.glob(f"{name}*.so"))]
