@@ -10,6 +10,7 @@ Goes away when: vLLM offers attention implementations a hook after wake-up.
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from .. import device_buffer
@@ -18,10 +19,15 @@ _MARK = "_dcp_mla_zeroes_workspace"
 
 
 def install() -> None:
-    """Wraps ``Worker.wake_up``; calling it again changes nothing."""
-    from vllm.v1.worker.gpu_worker import Worker
+    """Wraps ``Worker.wake_up``; calling it again changes nothing.
 
-    stock = Worker.wake_up
+    A process that has not imported vLLM's GPU worker runs none, and there is nothing to wake up.
+    """
+    module = sys.modules.get("vllm.v1.worker.gpu_worker")
+    if module is None:
+        return
+    worker: Any = module.Worker
+    stock = worker.wake_up
     if hasattr(stock, _MARK):
         return
 
@@ -32,4 +38,4 @@ def install() -> None:
             device_buffer.zero_all()
 
     setattr(wake_up, _MARK, True)
-    Worker.wake_up = wake_up
+    worker.wake_up = wake_up

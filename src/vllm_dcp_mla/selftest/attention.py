@@ -1,0 +1,203 @@
+"""One rank's attention step, as the DeepSeek-V3.2 layer does it under DCP.
+
+Query gather, ``forward_mqa``, merge and the metadata builder are vLLM's; the backend is ours.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from . import world
+from .batch import HEAD_DIM, LATENT_DIM, ROPE_DIM, Batch, Shape
+from .batch import expected_output, make_batch, shard_cache
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one rank saw.
+
+    Attributes:
+        error: largest ``|out - expected| / |expected|`` of a token and head; inf for NaN.
+        collectives: calls of the DCP group's collectives, in order.
+        seconds: wall time of the step, its check included.
+    """
+
+    error: float
+    collectives: tuple[str, ...]
+    seconds: float
+
+
+def run_steps(
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    shapes: tuple[Shape, ...],
+    model_config: dict[str, Any],
+    comm: str,
+    seed: int,
+) -> list[StepResult]:
+    """Runs a step of each shape on this rank; compares this rank's heads with float64 attention."""
+    from vllm.config import set_current_vllm_config
+
+    config = world.engine_config(model_config, num_ranks, comm)
+    hf = config.model_config.hf_text_config
+    results = []
+    with set_current_vllm_config(config), torch.inference_mode():
+        group = world.join(rank, num_ranks, folder)
+        calls = _count_collectives(group)
+        for shape in shapes:
+            started = time.perf_counter()
+            calls.clear()
+            config.parallel_config.cp_kv_cache_interleave_size = shape.interleave
+            config.cache_config.cache_dtype = shape.cache_dtype
+            batch = make_batch(shape, seed)
+            out = _attend(rank, num_ranks, shape, batch, config, seed)
+            heads = shape.num_heads // num_ranks
+            mine = slice(rank * heads, (rank + 1) * heads)
+            wanted = expected_output(shape, batch, _scale(hf))[:, mine]
+            seconds = time.perf_counter() - started
+            results.append(StepResult(_worst_error(out.double(), wanted), tuple(calls), seconds))
+    return results
+
+
+def _scale(hf: Any) -> float:
+    return 1.0 / math.sqrt(hf.qk_nope_head_dim + hf.qk_rope_head_dim)
+
+
+def _attend(
+    rank: int, num_ranks: int, shape: Shape, batch: Batch, config: Any, seed: int
+) -> torch.Tensor:
+    """The merged output of this rank's heads, ``[T, H / ranks, 512]``."""
+    from ..backends.trtllm import DcpFlashInferMLASparseBackend as Backend
+
+    cache, table = shard_cache(shape, batch, rank, num_ranks, seed)
+    heads = shape.num_heads // num_ranks
+    impl = _make_impl(Backend, config, shape, batch, heads)
+    layer = _make_layer(impl, config, batch, heads)
+    builder = _make_builder(Backend, config, shape, layer)
+    metadata = builder.build(0, _common_metadata(shape, batch, table, rank, num_ranks))
+    query = batch.query[:, rank * heads : (rank + 1) * heads].contiguous()
+    gathered = layer.dcp_manager.query_gather(query)
+    out, lse = impl.forward_mqa(gathered, cache, metadata, layer)
+    return layer.dcp_manager.combine(out, lse, seq_lens=None, query_start_loc=None)
+
+
+def _make_impl(backend: Any, config: Any, shape: Shape, batch: Batch, heads: int) -> Any:
+    hf = config.model_config.hf_text_config
+    return backend.get_impl_cls()(
+        num_heads=heads,
+        head_size=HEAD_DIM,
+        scale=_scale(hf),
+        num_kv_heads=1,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype=shape.cache_dtype,
+        logits_soft_cap=None,
+        attn_type="decoder",
+        kv_sharing_target_layer_name=None,
+        q_lora_rank=hf.q_lora_rank,
+        kv_lora_rank=LATENT_DIM,
+        qk_nope_head_dim=hf.qk_nope_head_dim,
+        qk_rope_head_dim=ROPE_DIM,
+        qk_head_dim=hf.qk_nope_head_dim + ROPE_DIM,
+        v_head_dim=hf.v_head_dim,
+        kv_b_proj=None,
+        topk_indices_buffer=batch.topk,
+    )
+
+
+def _make_layer(impl: Any, config: Any, batch: Batch, heads: int) -> Any:
+    from vllm.v1.attention.ops.dcp import MLADCPManager
+
+    manager = MLADCPManager(
+        vllm_config=config,
+        device=torch.device("cpu"),
+        num_heads=heads,
+        query_head_dim=HEAD_DIM,
+        output_head_dim=LATENT_DIM,
+        query_dtype=batch.query.dtype,
+        output_dtype=torch.bfloat16,
+        padded_num_heads=None,
+        is_lse_base_on_e=impl.lse_base_on_e,
+        use_pcp=False,
+    )
+    return SimpleNamespace(
+        impl=impl,
+        dcp_manager=manager,
+        prefill_backend=None,
+        _q_scale_float=batch.query_scale,
+        _k_scale_float=batch.key_scale,
+    )
+
+
+def _make_builder(backend: Any, config: Any, shape: Shape, layer: Any) -> Any:
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    name = f"selftest.{shape.name}"
+    config.compilation_config.static_forward_context[name] = layer
+    spec = MLAAttentionSpec(
+        block_size=shape.block_size,
+        num_kv_heads=1,
+        head_size=HEAD_DIM,
+        dtype=torch.bfloat16,
+        cache_dtype_str=shape.cache_dtype,
+    )
+    return backend.get_builder_cls()(spec, [name], config, torch.device("cpu"))
+
+
+def _common_metadata(
+    shape: Shape, batch: Batch, table: torch.Tensor, rank: int, num_ranks: int
+) -> Any:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from ..topology import local_seq_len
+
+    starts = torch.tensor([0, *shape.query_lens], dtype=torch.int32).cumsum(0).int()
+    seq_lens = torch.tensor(shape.seq_lens, dtype=torch.int32)
+    local = [local_seq_len(n, rank, num_ranks, shape.interleave) for n in shape.seq_lens]
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        num_reqs=len(shape.seq_lens),
+        num_actual_tokens=len(batch.query),
+        max_query_len=max(shape.query_lens),
+        max_seq_len=max(shape.seq_lens),
+        block_table_tensor=table,
+        slot_mapping=torch.full((len(batch.query),), -1, dtype=torch.int64),
+        dcp_local_seq_lens=torch.tensor(local, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=seq_lens,
+        is_prefilling=torch.arange(len(shape.seq_lens)) >= shape.num_decodes,
+    )
+
+
+def _count_collectives(group: Any) -> list[str]:
+    """Wraps the group's collectives of this process; returns the list that they are noted in."""
+    calls: list[str] = []
+    for name in ("all_gather", "reduce_scatter"):
+        stock = getattr(group, name)
+
+        def counted(x: torch.Tensor, dim: int = -1, _stock: Any = stock, _name: str = name) -> Any:
+            calls.append(_name)
+            if x.dtype == torch.float8_e4m3fn:  # gloo knows no float8; its bytes travel as well
+                return _stock(x.view(torch.uint8), dim=dim).view(x.dtype)
+            return _stock(x, dim=dim)
+
+        setattr(group, name, counted)
+    return calls
+
+
+def _worst_error(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    if not bool(torch.isfinite(out).all()):
+        return float("inf")
+    # Padding is expected to be 0; compare it absolutely.
+    norm = wanted.norm(dim=-1)
+    error = (out - wanted).norm(dim=-1)
+    return float((error / torch.where(norm > 0, norm, 1.0)).max())

@@ -1,0 +1,134 @@
+"""A random batch, its paged cache sharded over ranks, and what attention over it must give.
+
+The expected result is computed in float64 from the unsharded tensors: no kernel, index conversion or
+merge of the package or of vLLM takes part in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..topology import local_seq_len
+
+LATENT_DIM = 512
+ROPE_DIM = 64
+HEAD_DIM = LATENT_DIM + ROPE_DIM
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a batch looks like.
+
+    Attributes:
+        name: for reports.
+        seq_lens: tokens of each request, its query tokens included.
+        query_lens: query tokens of each request; decodes (and MTP) first, prefills behind.
+        num_decodes: how many of the requests are decodes.
+        num_heads: query heads, before tensor parallelism.
+        interleave: tokens a rank stores before the next takes over; divides ``block_size``.
+        cache_dtype: ``bfloat16`` or ``fp8_e4m3``.
+        padding: query tokens of the batch that belong to no request (CUDA graph padding).
+    """
+
+    name: str
+    seq_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    num_decodes: int
+    num_heads: int
+    interleave: int = 1
+    cache_dtype: str = "bfloat16"
+    padding: int = 0
+    topk: int = 256
+    block_size: int = 64
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of all requests, without padding."""
+        return sum(self.query_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tensors of a batch, whole; every rank makes the same ones from the same seed.
+
+    Attributes:
+        query: ``[T, H, 576]`` bf16 or float8_e4m3fn; T includes padding.
+        keys: per request ``[L, 576]``, of the query's dtype.
+        topk: ``[T, topk]`` int32 positions inside the token's request, -1 behind the last one.
+        token_request: request of each token, without padding.
+        query_scale, key_scale: value of one unit of a quantised tensor; 1 for bf16.
+    """
+
+    query: torch.Tensor
+    keys: list[torch.Tensor]
+    topk: torch.Tensor
+    token_request: list[int]
+    query_scale: float
+    key_scale: float
+
+
+def make_batch(shape: Shape, seed: int) -> Batch:
+    """Draws a batch."""
+    draw = torch.Generator().manual_seed(seed)
+    fp8 = shape.cache_dtype == "fp8_e4m3"
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    query_scale, key_scale = (0.031, 0.017) if fp8 else (1.0, 1.0)
+    total = shape.num_tokens + shape.padding
+
+    def normal(*size: int, unit: float) -> torch.Tensor:
+        return (torch.randn(*size, generator=draw) / unit).to(dtype)
+
+    query = normal(total, shape.num_heads, HEAD_DIM, unit=query_scale)
+    keys = [normal(length, HEAD_DIM, unit=key_scale) for length in shape.seq_lens]
+    topk = torch.full((total, shape.topk), -1, dtype=torch.int32)
+    token_request = []
+    for request, (length, queries) in enumerate(zip(shape.seq_lens, shape.query_lens, strict=True)):
+        for position in range(length - queries, length):
+            visible = torch.randperm(position + 1, generator=draw)[: shape.topk]
+            topk[len(token_request), : len(visible)] = visible.int()
+            token_request.append(request)
+    return Batch(query, keys, topk, token_request, query_scale, key_scale)
+
+
+def shard_cache(
+    shape: Shape, batch: Batch, rank: int, dcp: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One rank's paged cache and block table.
+
+    Blocks are scattered and the rows that belong to nobody hold NaN, so that a wrong index shows.
+
+    Returns:
+        ``cache [blocks, block_size, 576]`` and ``block_table [requests, width]`` int32.
+    """
+    lengths = [local_seq_len(n, rank, dcp, shape.interleave) for n in shape.seq_lens]
+    needed = [-(-n // shape.block_size) for n in lengths]
+    width = max(-(-max(shape.seq_lens) // shape.block_size), 1)
+    draw = torch.Generator().manual_seed(seed + rank)
+    blocks = torch.randperm(sum(needed) + 3, generator=draw)
+    cache = torch.full((len(blocks), shape.block_size, HEAD_DIM), float("nan"))
+    cache = cache.to(batch.query.dtype)
+    table = torch.zeros(len(lengths), width, dtype=torch.int32)
+    used = 0
+    for request, keys in enumerate(batch.keys):
+        positions = torch.arange(len(keys))
+        mine = keys[(positions // shape.interleave) % dcp == rank]
+        for index in range(needed[request]):
+            block = int(blocks[used])
+            used += 1
+            table[request, index] = block
+            rows = mine[index * shape.block_size : (index + 1) * shape.block_size]
+            cache[block, : len(rows)] = rows
+    return cache, table
+
+
+def expected_output(shape: Shape, batch: Batch, scale: float) -> torch.Tensor:
+    """Attention of every token over the keys it selected, ``[T, H, 512]`` float64, padding 0."""
+    out = torch.zeros(len(batch.query), shape.num_heads, LATENT_DIM, dtype=torch.float64)
+    for token, request in enumerate(batch.token_request):
+        chosen = batch.topk[token]
+        keys = batch.keys[request].double()[chosen[chosen >= 0].long()] * batch.key_scale
+        scores = batch.query[token].double() @ keys.T * (batch.query_scale * scale)
+        out[token] = torch.softmax(scores, dim=-1) @ keys[:, :LATENT_DIM]
+    return out

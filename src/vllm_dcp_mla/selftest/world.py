@@ -1,0 +1,177 @@
+"""N ranks on one machine: forked from a process that has imported vLLM, joined over gloo."""
+
+from __future__ import annotations
+
+import faulthandler
+import inspect
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MODEL_LEN = 8192
+MAX_TOKENS = 512
+
+
+class RankFailure(RuntimeError):
+    """A rank raised, died, or did not finish in time; the message names it."""
+
+
+def prepare() -> None:
+    """Imports vLLM for the CPU; once, before ranks are forked.
+
+    One import takes many seconds and a gigabyte, which forked ranks share. Triton kernels run
+    interpreted.
+    """
+    os.environ.update(
+        TRITON_INTERPRET="1",
+        CUDA_VISIBLE_DEVICES="",
+        HF_HUB_OFFLINE="1",
+        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    )
+    from ..simulate import driver
+
+    driver.ensure_loaded()
+    import torch
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    torch.set_num_threads(1)  # a forked child cannot use its parent's thread pool
+    vllm.platforms._current_platform = CpuPlatform()
+    from ..plugin import register
+
+    register()
+    from ..backends import trtllm  # noqa: F401
+
+    _complete_interpreted_merge()
+
+
+def _complete_interpreted_merge() -> None:
+    """Gives vLLM's interpreted merge kernel the one attribute that only compiled kernels have."""
+    from vllm.v1.attention.ops.dcp import CorrectAttnCPOutKernel
+
+    kernel: Any = CorrectAttnCPOutKernel.kernel
+    parameters = inspect.signature(kernel.fn).parameters.values()
+    kernel.constexprs = [i for i, p in enumerate(parameters) if "constexpr" in str(p.annotation)]
+
+
+def run_ranks(
+    num_ranks: int,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 300,
+) -> list[Any]:
+    """Runs ``work(rank, num_ranks, *args)`` on every rank; its results in rank order.
+
+    Raises:
+        RankFailure: a rank failed; the others are stopped.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(theirs, rank, num_ranks, Path(folder), work, args)
+            )
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, timeout_s)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.terminate()
+                process.join()
+
+
+def _collect(pipes: list[Any], processes: list[Any], timeout_s: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [rank for rank in range(len(pipes)) if rank not in results]
+        left = deadline - time.monotonic()
+        ready = multiprocessing.connection.wait([pipes[rank] for rank in waiting], max(left, 0))
+        if not ready:
+            raise RankFailure(f"ranks {waiting} did not finish within {timeout_s:.0f} s")
+        for rank in waiting:
+            if pipes[rank] not in ready:
+                continue
+            try:
+                ok, value = pipes[rank].recv()
+            except EOFError:
+                processes[rank].join()
+                raise RankFailure(
+                    f"rank {rank} died with exit status {processes[rank].exitcode}"
+                ) from None
+            if not ok:
+                raise RankFailure(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    pipe: Any,
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    faulthandler.enable()
+    try:
+        pipe.send((True, work(rank, num_ranks, folder, *args)))
+    except BaseException:  # noqa: BLE001  (reported by the parent, whatever it is)
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+
+
+def engine_config(model_config: dict[str, Any], num_ranks: int, comm: str) -> Any:
+    """A ``VllmConfig`` of one rank, tensor parallel over all ranks, DCP over all of them."""
+    import json
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model_config))
+        config = EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            tensor_parallel_size=num_ranks,
+            decode_context_parallel_size=num_ranks,
+            dcp_comm_backend=comm,
+            max_model_len=MODEL_LEN,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_num_seqs=16,
+            distributed_executor_backend="external_launcher",
+            enforce_eager=True,
+            additional_config={"dcp_mla": {"kernel": "reference"}},
+        ).create_engine_config()
+    config.cache_config.block_size = 64  # the CPU platform overrules it for its own backend
+    return config
+
+
+def join(rank: int, num_ranks: int, folder: Path) -> Any:
+    """Joins the process group; returns vLLM's DCP group. The configuration must be current."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.init_distributed_environment(
+        world_size=num_ranks,
+        rank=rank,
+        local_rank=rank,
+        distributed_init_method=f"file://{folder}/rendezvous",
+        backend="gloo",
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=num_ranks, decode_context_model_parallel_size=num_ranks
+    )
+    return parallel_state.get_dcp_group()
