@@ -1,1 +1,1 @@
-"""DCP on any machine: several processes run the package's own path and are compared with float64."""
+"""DCP on any machine: processes that run the package's own path, compared with float64."""

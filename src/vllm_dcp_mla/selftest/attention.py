@@ -15,8 +15,16 @@ from typing import Any
 import torch
 
 from . import world
-from .batch import HEAD_DIM, LATENT_DIM, ROPE_DIM, Batch, Shape
-from .batch import expected_output, make_batch, shard_cache
+from .batch import (
+    HEAD_DIM,
+    LATENT_DIM,
+    ROPE_DIM,
+    Batch,
+    Shape,
+    expected_output,
+    make_batch,
+    shard_cache,
+)
 
 
 @dataclass(frozen=True, slots=True)

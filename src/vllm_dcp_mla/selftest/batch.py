@@ -1,7 +1,7 @@
 """A random batch, its paged cache sharded over ranks, and what attention over it must give.
 
-The expected result is computed in float64 from the unsharded tensors: no kernel, index conversion or
-merge of the package or of vLLM takes part in it.
+The expected result is computed in float64 from the unsharded tensors: no kernel, index conversion
+or merge of the package or of vLLM takes part in it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ MODEL_LEN = 8192
 MAX_TOKENS = 512
 
 
-class RankFailure(RuntimeError):
+class RankError(RuntimeError):
     """A rank raised, died, or did not finish in time; the message names it."""
 
 
@@ -69,7 +69,7 @@ def run_ranks(
     """Runs ``work(rank, num_ranks, *args)`` on every rank; its results in rank order.
 
     Raises:
-        RankFailure: a rank failed; the others are stopped.
+        RankError: a rank failed; the others are stopped.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +100,7 @@ def _collect(pipes: list[Any], processes: list[Any], timeout_s: float) -> list[A
         left = deadline - time.monotonic()
         ready = multiprocessing.connection.wait([pipes[rank] for rank in waiting], max(left, 0))
         if not ready:
-            raise RankFailure(f"ranks {waiting} did not finish within {timeout_s:.0f} s")
+            raise RankError(f"ranks {waiting} did not finish within {timeout_s:.0f} s")
         for rank in waiting:
             if pipes[rank] not in ready:
                 continue
@@ -108,11 +108,11 @@ def _collect(pipes: list[Any], processes: list[Any], timeout_s: float) -> list[A
                 ok, value = pipes[rank].recv()
             except EOFError:
                 processes[rank].join()
-                raise RankFailure(
+                raise RankError(
                     f"rank {rank} died with exit status {processes[rank].exitcode}"
                 ) from None
             if not ok:
-                raise RankFailure(f"rank {rank} failed:\n{value}")
+                raise RankError(f"rank {rank} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
 
