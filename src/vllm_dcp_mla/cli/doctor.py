@@ -50,7 +50,7 @@ def doctor(
         request = error.problems
     report = examine(request, backend=backend, select=not no_selection)
     if as_json:
-        print(json.dumps(report.to_json()))
+        typer.echo(json.dumps(report.to_json()))
     else:
         _print(report)
     raise typer.Exit(0 if report.ok else IMPOSSIBLE)
@@ -63,7 +63,7 @@ def unanswered(problems: list[str]) -> dict[str, Any]:
 
 def _refuse(problems: list[str], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(unanswered(problems)))
+        typer.echo(json.dumps(unanswered(problems)))
     else:
         options.print_problems(problems)
     raise typer.Exit(UNREADABLE)

@@ -36,7 +36,7 @@ _CommandLineError: type[BaseException] = typer.BadParameter.__mro__[2]
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"vllm-dcp-mla {__version__}")
+        typer.echo(f"vllm-dcp-mla {__version__}")
         raise typer.Exit
 
 
@@ -63,8 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         # A folder's name may hold what the terminal's encoding does not.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status = app(arguments or ["--help"], standalone_mode=False)
-        sys.stdout.flush()
+        status = app(arguments or ["--help"], prog_name="vllm-dcp-mla", standalone_mode=False)
     except _CommandLineError as error:
         return _refuse(error, arguments)
     except (typer.Abort, KeyboardInterrupt):
@@ -78,7 +77,7 @@ def _refuse(error: BaseException, arguments: list[str]) -> int:
     said = getattr(error, "message", "") or str(error)
     problem = f"{said.rstrip('.')}; see {usage} for what is allowed."
     if command is not None and "--json" in arguments:
-        print(json.dumps(_UNANSWERED[command]([problem])))
+        typer.echo(json.dumps(_UNANSWERED[command]([problem])))
     else:
         options.print_problems([problem])
     return UNREADABLE

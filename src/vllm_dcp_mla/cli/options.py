@@ -47,4 +47,4 @@ def console() -> Console:
 def print_problems(problems: list[str]) -> None:
     """One sentence a line, to standard error."""
     for problem in problems:
-        print(problem, file=sys.stderr)
+        typer.echo(problem, err=True)

@@ -49,7 +49,7 @@ def plan(
         kv = request.kv_cache_dtype if request else ""
         answer, exit_code = Plan(kv, problems=error.problems), error.exit_code
     if as_json:
-        print(json.dumps(plan_json(request, answer)))
+        typer.echo(json.dumps(plan_json(request, answer)))
     else:
         options.print_problems(answer.problems)
         if request is not None and not answer.problems:

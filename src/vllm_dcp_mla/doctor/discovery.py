@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..planner.libraries import package_folder
 from ..plugin import ALIAS, ALIAS_PATH, OVERRIDES, why_off
 from ..settings import SettingsError, env_name, load_settings, user_workspace_bytes
 from .probe import DISTRIBUTION, GROUP
 from .processes import Probed
 from .report import Check
+from .versions import INSTALL_VLLM
 
 ENTRY_POINT = "dcp_mla"
 ENTRY_POINT_VALUE = "vllm_dcp_mla.plugin:register"
@@ -107,8 +109,8 @@ def check_members(probed: Probed, environ: Mapping[str, str]) -> list[Check]:
     """By whom each backend that the plugin serves is overridden, once plugins are loaded."""
     registry = probed.sections.get("registry")
     if registry is None:
-        if probed.error is None:
-            found, fix = "vLLM is not installed", "pip install 'vllm-dcp-mla[vllm]'"
+        if package_folder("vllm") is None:
+            found, fix = "vLLM is not installed", INSTALL_VLLM
         else:
             found, fix = f"vLLM does not load: {probed.error}", "reinstall vLLM and its torch"
         return [Check("registered backends", "fail", found, "vLLM's registry", fix)]

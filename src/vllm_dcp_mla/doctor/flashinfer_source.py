@@ -12,7 +12,7 @@ from .report import Check
 
 _FUNCTION = "trtllm_batch_decode_with_kv_cache_mla"
 _KERNEL = Path(__file__).parents[1] / "kernels" / "trtllm_gen.py"
-_FIX = "install the flashinfer-python that this vLLM pins"
+_FIX = "install the flashinfer-python that vLLM pins"
 
 
 def check_signature() -> Check:

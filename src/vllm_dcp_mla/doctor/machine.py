@@ -51,7 +51,7 @@ def check_torch(probed: Probed) -> Check:
     name, expected = "torch imports", "torch, built for CUDA"
     torch = probed.sections.get("torch")
     if torch is None:
-        fix = "reinstall the torch that vLLM pins"
+        fix = "install the torch that vLLM pins"
         return Check(name, "fail", probed.error or "it said nothing", expected, fix)
     if torch["cuda_build"] is None:
         fix = "install vLLM's CUDA wheel with its torch"

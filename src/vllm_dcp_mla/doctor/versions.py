@@ -14,7 +14,7 @@ from ..settings import SettingsError, env_name, load_settings
 from .report import Check
 
 INSTALL_VLLM = "pip install 'vllm-dcp-mla[vllm]'"
-_REINSTALL_VLLM = f"pip install 'vllm{TESTED}', which brings it"
+_REINSTALL_VLLM = f"{INSTALL_VLLM}: vLLM brings it"
 _PYTHON = ((3, 11), (3, 13))
 
 
@@ -87,7 +87,7 @@ def _check_cubin() -> Check:
     name, library = "flashinfer-cubin", installed_version("flashinfer-python")
     found, expected = installed_version(name), f"none, or flashinfer-python's version: {library}"
     if found is None:
-        return Check(name, "pass", "not installed; FlashInfer fetches kernels itself", expected)
+        return Check(name, "pass", "not installed", expected)
     if found != library:
         fix = f"pip install {name}=={library}" if library else f"pip uninstall {name}"
         return Check(name, "fail", f"{found}, flashinfer-python is {library}", expected, fix)
