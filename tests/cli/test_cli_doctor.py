@@ -83,6 +83,14 @@ def test_no_backend_fails(capsys, quick, answer):
     assert check["found"] in ("vLLM would not have it", "no valid backend")
 
 
+def test_reasons_are_said_once(capsys, quick):
+    quick(Answer(None, None, "auto", 8, {"OURS": ["no heads"]}, "none valid: OURS: [no heads]"))
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.count("no heads") == 1
+    _, report = doctor_json(capsys, "--attention-backend", "OURS")
+    assert "none valid" in by_name(report, "selection")[0]["found"]
+
+
 def test_no_selection_asks_nothing(capsys, quick):
     _, report = doctor_json(capsys, "--no-selection")
     assert quick.asked == []

@@ -44,6 +44,9 @@ def check_selection(request: Request, backend: str | None) -> tuple[Check, Selec
     selection = Selection(answer.picked, answer.cls, answer.refused)
     if answer.picked is None or answer.cls is None:
         found = " ".join((answer.error or "none").split())
+        if backend is None and answer.refused:
+            # vLLM's message lists the reasons of every backend; the selection has them.
+            found = f"none: all refuse, {', '.join(answer.refused)} for the reasons listed"
         fix = "see `plan` with the same flags for what works"
         return Check(_NAME, "fail", found, _EXPECTED, fix), selection
     whose = "ours" if answer.cls.startswith("vllm_dcp_mla.") else "not ours"
