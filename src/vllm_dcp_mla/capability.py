@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .topology import check_topology, gathered_heads
+from packaging.version import Version
+
+from .topology import check_topology, divisors, gathered_heads, valid_dcp_sizes
 
 KvCacheFormat = Literal["bfloat16", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla"]
 
@@ -27,7 +29,7 @@ _FLAGS = {
 }
 
 #: The oldest FlashInfer whose sparse MLA decode returns an LSE.
-MIN_FLASHINFER = (0, 6, 14)
+MIN_FLASHINFER = "0.6.14"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,11 @@ _DS_MLA: dict[str, KvCacheFormat] = {
 
 
 def _flashinfer_library(libraries: Libraries) -> str | None:
-    oldest = ".".join(map(str, MIN_FLASHINFER))
-    if libraries.flashinfer is None:
+    found, oldest = libraries.flashinfer, MIN_FLASHINFER
+    if found is None:
         return f"FlashInfer is not installed; install the one that vLLM pins ({oldest} or newer)"
-    found = tuple(int(part) for part in libraries.flashinfer.split(".")[:3] if part.isdigit())
-    if found < MIN_FLASHINFER:
-        return f"FlashInfer {libraries.flashinfer} returns no LSE here; {oldest} or newer is needed"
+    if Version(found) < Version(oldest):
+        return f"FlashInfer {found} returns no LSE here; {oldest} or newer is needed"
     return None
 
 
@@ -309,12 +310,10 @@ def suggestion(d: Deployment) -> str | None:
 
 def _neighbours(d: Deployment) -> Iterator[Deployment]:
     world = d.tp * d.pcp
-    for tp in range(1, world + 1):
-        if world % tp:
-            continue
+    for tp in divisors(world):
         pcp = world // tp
-        for dcp in range(2, world + 1):
-            if check_topology(tp, pcp, dcp, d.dims.heads):
+        for dcp in valid_dcp_sizes(tp, pcp):
+            if dcp == 1 or check_topology(tp, pcp, dcp, d.dims.heads):
                 continue
             for cache in dict.fromkeys((d.kv_cache_dtype, "fp8_e4m3", "bfloat16", "fp8_ds_mla")):
                 for comm in dict.fromkeys((d.comm, "ag_rs")):

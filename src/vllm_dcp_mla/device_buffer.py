@@ -11,15 +11,7 @@ import logging
 import torch
 
 from .kernels.base import LaunchBuffers
-from .workspace import (
-    MIN_SCRATCH_BYTES,
-    STATS_BYTES_PER_SLOT,
-    STATS_GUARD_BYTES,
-    STATS_SLOT_ROUNDING,
-    WorkspacePlan,
-    counter_bytes,
-    plan_workspace,
-)
+from .workspace import WorkspacePlan, plan_workspace
 
 logger = logging.getLogger("vllm.dcp_mla.workspace")
 
@@ -93,10 +85,7 @@ def _allocate(device: torch.device, plan: WorkspacePlan) -> LaunchBuffers:
     sms = 1
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    # Enough for any later plan against this workspace: heads x tokens is what its slab is sized by.
-    slab_space = plan.total_bytes - MIN_SCRATCH_BYTES - STATS_GUARD_BYTES
-    rows = slab_space // (STATS_BYTES_PER_SLOT * STATS_SLOT_ROUNDING)
     return LaunchBuffers(
         workspace=torch.zeros(plan.total_bytes, dtype=torch.int8, device=device),
-        counters=torch.zeros(counter_bytes(1, rows, sms), dtype=torch.uint8, device=device),
+        counters=torch.zeros(plan.counter_bytes(sms), dtype=torch.uint8, device=device),
     )

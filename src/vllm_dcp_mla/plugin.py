@@ -54,7 +54,7 @@ def register() -> None:
 
 def why_off() -> str | None:
     """Why the package leaves this vLLM untouched, None when it does not."""
-    from .compat import versions
+    from .compat import installed, versions
     from .compat.symbols import missing_symbols
     from .settings import SettingsError, env_name, load_settings
 
@@ -64,18 +64,18 @@ def why_off() -> str | None:
         return str(error)
     if settings.disable:
         return f"{env_name('disable')} is set; vLLM is untouched."
-    installed = versions.installed_version("vllm")
-    if installed is None:
+    found = installed.installed_version("vllm")
+    if found is None:
         return f"vLLM is not installed as a distribution; install vllm{versions.TESTED}."
-    if not versions.is_tested(installed) and not settings.allow_untested:
+    if not versions.is_tested(found) and not settings.allow_untested:
         return (
-            f"vLLM {installed} is outside the tested range {versions.TESTED}; install one inside "
+            f"vLLM {found} is outside the tested range {versions.TESTED}; install one inside "
             f"it, or set {env_name('allow_untested')}=1 to try this one."
         )
     missing = missing_symbols()
     if missing:
         return (
-            f"vLLM {installed} differs from what this package relies on: {'; '.join(missing)}; "
+            f"vLLM {found} differs from what this package relies on: {'; '.join(missing)}; "
             f"install vllm{versions.TESTED} or a newer vllm-dcp-mla."
         )
     return None

@@ -12,6 +12,8 @@ Words used here and everywhere in the package:
 
 from __future__ import annotations
 
+import math
+
 
 def _require_positive(**values: int) -> None:
     for name, value in values.items():
@@ -68,10 +70,15 @@ def local_seq_lens(seq_len: int, dcp: int, interleave: int = 1) -> list[int]:
     return [local_seq_len(seq_len, rank, dcp, interleave) for rank in range(dcp)]
 
 
-def _valid_dcp_sizes(tp: int, pcp: int) -> list[int]:
-    if pcp > 1:
-        return sorted({1, pcp, tp * pcp})
-    return [size for size in range(1, tp + 1) if tp % size == 0]
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, in order."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def valid_dcp_sizes(tp: int, pcp: int) -> list[int]:
+    """The DCP sizes that vLLM takes beside a TP and a PCP size, in order."""
+    return sorted({1, pcp, tp * pcp}) if pcp > 1 else divisors(tp)
 
 
 def check_topology(tp: int, pcp: int, dcp: int, heads: int) -> list[str]:
@@ -101,12 +108,11 @@ def check_topology(tp: int, pcp: int, dcp: int, heads: int) -> list[str]:
     if problems:
         return problems
     if heads % tp:
-        fitting = [size for size in range(1, heads + 1) if heads % size == 0]
         problems.append(
             f"--tensor-parallel-size is {tp}, which does not divide the model's {heads} query "
-            f"heads; use one of {_listed(fitting)}."
+            f"heads; use one of {_listed(divisors(heads))}."
         )
-    allowed = _valid_dcp_sizes(tp, pcp)
+    allowed = valid_dcp_sizes(tp, pcp)
     if dcp not in allowed:
         why = (
             f"must divide --tensor-parallel-size {tp}"

@@ -79,6 +79,12 @@ class WorkspacePlan:
         """Launches that ``num_tokens`` tokens take; 0 for no tokens."""
         return -(-num_tokens // self.tokens_per_launch)
 
+    def counter_bytes(self, num_sms: int) -> int:
+        """Bytes of counters that suffice for any launch whose slab fits this workspace."""
+        slab_space = self.total_bytes - MIN_SCRATCH_BYTES - STATS_GUARD_BYTES
+        head_tokens = slab_space // (STATS_BYTES_PER_SLOT * STATS_SLOT_ROUNDING)
+        return counter_bytes(1, head_tokens, num_sms)
+
     def launches(self, num_tokens: int) -> list[slice]:
         """Token rows of each launch, in order, without gaps or overlap."""
         step = self.tokens_per_launch

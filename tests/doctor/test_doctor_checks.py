@@ -1,5 +1,6 @@
 import pytest
 
+from vllm_dcp_mla.compat import flashinfer
 from vllm_dcp_mla.doctor import flashinfer_source, machine, versions
 from vllm_dcp_mla.doctor.processes import Probed
 from vllm_dcp_mla.doctor.report import Check, Report
@@ -81,7 +82,7 @@ def define(arguments):
 
 
 def test_the_function_is_found_wherever_it_is_defined(fake_flashinfer):
-    required = flashinfer_source._required_arguments()
+    required = flashinfer.REQUIRED_ARGUMENTS
     (fake_flashinfer / "decode.py").write_text(f"from .deep.er import {NAME}")
     (fake_flashinfer / "deep").mkdir()
     (fake_flashinfer / "deep" / "er.py").write_text(define([*required, "more=1"]))
@@ -89,7 +90,7 @@ def test_the_function_is_found_wherever_it_is_defined(fake_flashinfer):
 
 
 def test_each_lost_argument_is_named(fake_flashinfer):
-    required = flashinfer_source._required_arguments()
+    required = flashinfer.REQUIRED_ARGUMENTS
     assert len(required) > 10
     for lost in required:
         kept = [argument for argument in required if argument != lost]

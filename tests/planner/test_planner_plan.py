@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_dcp_mla.planner.libraries import ASSUMED
-from vllm_dcp_mla.planner.plan import counter_buffer_bytes, make_plan, plan_json
+from vllm_dcp_mla.planner.plan import make_plan, plan_json
 from vllm_dcp_mla.planner.request import RawRequest, read_request
 from vllm_dcp_mla.settings import Settings
 from vllm_dcp_mla.simulate.gpus import GPUS, Gpu
@@ -169,7 +169,7 @@ def test_the_counter_buffer_is_the_one_that_is_made():
 
     plan = plan_workspace(64, 100, scratch_bytes=65 << 20)
     buffers = device_buffer._allocate(torch.device("meta"), plan)
-    assert buffers.counters.numel() == counter_buffer_bytes(plan.total_bytes, sms=1)
+    assert buffers.counters.numel() == plan.counter_bytes(num_sms=1)
 
 
 sizes = st.one_of(st.integers(-2, 40), st.sampled_from([64, 128, 1024, 10**12]))

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..capability import Deployment, Libraries, ModelDims
-from ..compat.versions import installed_version
+from ..compat.installed import installed_version
 
 
 @cache

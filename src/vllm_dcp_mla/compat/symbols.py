@@ -1,4 +1,4 @@
-"""Every vLLM symbol relied on, checked in the source text: nothing is imported, nothing runs.
+"""Every vLLM and FlashInfer symbol relied on, checked in the source text; nothing is imported.
 
 One that is missing, or lost an argument, switches the package off as a whole.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
+
+from . import flashinfer
+from .installed import package_folder
 
 _FLASHINFER = "vllm/v1/attention/backends/mla/flashinfer_mla_sparse.py"
 _FLASH_ATTN = "vllm/v1/attention/backends/mla/flashattn_mla_sparse.py"
@@ -81,11 +83,29 @@ SYMBOLS: tuple[Symbol, ...] = (
 
 
 def missing_symbols() -> list[str]:
-    """What of :data:`SYMBOLS` the installed vLLM lacks, one phrase each."""
-    spec = find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
+    """What the installed vLLM and FlashInfer lack of what is relied on, one phrase each.
+
+    A FlashInfer that is not installed is no difference: selection refuses for it.
+    """
+    vllm = package_folder("vllm")
+    if vllm is None:
         return ["vllm is not installed"]
-    root = Path(next(iter(spec.submodule_search_locations))).parent
+    return [*_missing_of_vllm(vllm.parent), *_missing_of_flashinfer()]
+
+
+def _missing_of_flashinfer() -> list[str]:
+    folder = package_folder("flashinfer")
+    if folder is None:
+        return []
+    signature = flashinfer.read_signature(folder)
+    if signature is None:
+        return [f"flashinfer's {flashinfer.FUNCTION} is gone"]
+    if signature.missing:
+        return [f"flashinfer's {flashinfer.FUNCTION} lost {', '.join(signature.missing)}"]
+    return []
+
+
+def _missing_of_vllm(root: Path) -> list[str]:
     trees: dict[str, ast.Module | None] = {}
     problems = []
     for symbol in SYMBOLS:

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 from packaging.specifiers import SpecifierSet
 
 TESTED = SpecifierSet(">=0.33.0,<0.34", prereleases=True)
-
-
-def installed_version(distribution: str) -> str | None:
-    """A distribution's version, None when it is not installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def is_tested(vllm_version: str) -> bool:

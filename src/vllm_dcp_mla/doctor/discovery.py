@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..planner.libraries import package_folder
+from ..compat.installed import package_folder
 from ..plugin import ALIAS, ALIAS_PATH, OVERRIDES, why_off
 from ..settings import SettingsError, env_name, load_settings, user_workspace_bytes
 from .probe import DISTRIBUTION, GROUP

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from ..compat.versions import installed_version
+from ..compat.installed import installed_version
 from ..planner.request import Request
 from .discovery import MEMBERS, check_allowed, check_discovered, check_members, check_settings
 from .flashinfer_source import check_launcher, check_signature

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..capability import arch_name
+from ..compat.installed import package_folder
 from ..planner import local_gpu
-from ..planner.libraries import missing_flashmla_modules, package_folder
+from ..planner.libraries import missing_flashmla_modules
 from .processes import Probed
 from .report import Check
 from .versions import INSTALL_VLLM

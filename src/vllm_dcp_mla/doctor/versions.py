@@ -8,8 +8,9 @@ import sys
 from packaging.version import InvalidVersion, Version
 
 from ..capability import MIN_FLASHINFER
+from ..compat.installed import installed_version
 from ..compat.symbols import missing_symbols
-from ..compat.versions import TESTED, installed_version, is_tested
+from ..compat.versions import TESTED, is_tested
 from ..settings import SettingsError, env_name, load_settings
 from .report import Check
 
@@ -70,7 +71,7 @@ def _check_present(distribution: str) -> Check:
 
 
 def _check_flashinfer() -> Check:
-    name, oldest = "flashinfer-python", ".".join(map(str, MIN_FLASHINFER))
+    name, oldest = "flashinfer-python", MIN_FLASHINFER
     found, expected = installed_version(name), f"what vLLM pins, {oldest} or newer"
     if found is None:
         return Check(name, "fail", "not installed", expected, _REINSTALL_VLLM)

@@ -8,29 +8,10 @@ from __future__ import annotations
 import inspect
 from typing import Any, ClassVar
 
+from ..compat.flashinfer import FUNCTION, REQUIRED_ARGUMENTS
 from ..merge import LseBase
 from .base import LaunchBuffers, SparseMlaBatch
 
-FUNCTION = "flashinfer.decode.trtllm_batch_decode_with_kv_cache_mla"
-#: Arguments that every call passes.
-REQUIRED_ARGUMENTS = (
-    "query",
-    "kv_cache",
-    "workspace_buffer",
-    "qk_nope_head_dim",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "block_tables",
-    "seq_lens",
-    "max_seq_len",
-    "sparse_mla_top_k",
-    "out",
-    "bmm1_scale",
-    "bmm2_scale",
-    "backend",
-    "lse",
-    "return_lse",
-)
 #: Arguments that are passed where the installed FlashInfer has them.
 COUNTERS_ARGUMENT = "multi_ctas_kv_counter_buffer"  # since 0.6.18
 LSE_BASE_ARGUMENT = "return_lse_base"
@@ -50,7 +31,7 @@ class TrtllmGenKernel:
         missing = [name for name in REQUIRED_ARGUMENTS if name not in arguments]
         if missing:
             raise ImportError(
-                f"{FUNCTION} of the installed FlashInfer lacks {', '.join(missing)}; install the "
+                f"flashinfer.decode.{FUNCTION} lacks {', '.join(missing)}; install the "
                 "flashinfer-python that this vLLM pins."
             )
         self._decode = trtllm_batch_decode_with_kv_cache_mla

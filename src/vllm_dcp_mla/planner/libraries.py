@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from ..capability import Libraries
-from ..compat.versions import installed_version
+from ..compat.installed import installed_version, package_folder
 
 #: Assumed where vLLM is not installed, as on a laptop: all that vLLM 0.33 ships with.
 ASSUMED = Libraries(flashinfer="0.7.2.post1", flashmla=True, flash_attn_4=True)
 FLASHMLA_MODULES = ("_flashmla_C", "_flashmla_extension_C")
-
-
-def package_folder(name: str) -> Path | None:
-    """The folder of an installed top-level package, None when there is none."""
-    try:
-        spec = find_spec(name)
-    except ValueError:  # a half-imported or replaced module has no spec
-        return None
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def libraries_here() -> Libraries:

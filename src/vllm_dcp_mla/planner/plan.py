@@ -19,10 +19,6 @@ from ..capability import (
 from ..settings import Settings
 from ..simulate.gpus import Gpu
 from ..workspace import (
-    MIN_SCRATCH_BYTES,
-    STATS_BYTES_PER_SLOT,
-    STATS_GUARD_BYTES,
-    STATS_SLOT_ROUNDING,
     WorkspacePlan,
     counter_bytes,
     plan_workspace,
@@ -187,22 +183,13 @@ def _plan_split(
         ),
         Line(
             "trtllm-gen counter buffer",
-            counter_buffer_bytes(split.total_bytes, gpu.sms),
+            split.counter_bytes(gpu.sms),
             # FlashInfer makes one of this size in every call that is given none.
             counter_bytes(d.kernel_heads, tokens, gpu.sms),
             profiled=True,
         ),
     ]
     return Plan(d.kv_cache_dtype, served_by, workspace, lines, flags, notes)
-
-
-def counter_buffer_bytes(workspace_bytes: int, sms: int) -> int:
-    """Bytes of the counter buffer beside a workspace, as :mod:`..device_buffer` makes it.
-
-    It suffices for every launch whose slab fits the workspace.
-    """
-    slots = workspace_bytes - MIN_SCRATCH_BYTES - STATS_GUARD_BYTES
-    return counter_bytes(1, slots // (STATS_BYTES_PER_SLOT * STATS_SLOT_ROUNDING), sms)
 
 
 def _plan_without_dcp(request: Request, d: Deployment, user_workspace: int | None) -> Plan:

@@ -83,7 +83,7 @@ def make_batch(shape: Shape, seed: int) -> Batch:
     query = normal(total, shape.num_heads, HEAD_DIM, unit=query_scale)
     keys = [normal(length, HEAD_DIM, unit=key_scale) for length in shape.seq_lens]
     topk = torch.full((total, shape.topk), -1, dtype=torch.int32)
-    token_request = []
+    token_request: list[int] = []
     for request, (length, queries) in enumerate(zip(shape.seq_lens, shape.query_lens, strict=True)):
         for position in range(length - queries, length):
             visible = torch.randperm(position + 1, generator=draw)[: shape.topk]

@@ -14,7 +14,7 @@ driver.ensure_loaded()
 from vllm.platforms.cuda import NonNvmlCudaPlatform  # noqa: E402  (needs the driver library)
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 
-GPU_ENV = "VLLM_DCP_MLA_SIMULATED_GPU"
+GPU_ENV = "DCP_MLA_SIMULATED_GPU"
 
 
 def _gpu() -> Gpu:
@@ -22,7 +22,7 @@ def _gpu() -> Gpu:
 
 
 class SimulatedCudaPlatform(NonNvmlCudaPlatform):
-    """Eight of the GPUs that ``VLLM_DCP_MLA_SIMULATED_GPU`` names."""
+    """Eight of the GPUs that ``DCP_MLA_SIMULATED_GPU`` names."""
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:  # noqa: D102

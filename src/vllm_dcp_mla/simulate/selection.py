@@ -111,7 +111,7 @@ def ask(question: Question, environ: Mapping[str, str] | None = None) -> Answer:
 
 def _answer(question: Question) -> dict[str, Any]:
     if question.gpu is not None:
-        os.environ["VLLM_DCP_MLA_SIMULATED_GPU"] = GPUS[question.gpu].name
+        os.environ["DCP_MLA_SIMULATED_GPU"] = GPUS[question.gpu].name
         from . import platform
 
         platform.install()

@@ -1,0 +1,67 @@
+"""What a registry name resolves to: ours under DCP, stock's otherwise."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
+
+NAMES = ("FlashInferMLASparse", "FlashAttnMLASparseFA4", "FlashMLASparse", "DcpMlaSparse")
+
+
+def resolve(name, dcp=None, settings=None):
+    from vllm_dcp_mla.backends import members
+
+    config = None
+    if dcp is not None:
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
+            additional_config={"dcp_mla": settings or {}},
+        )
+    with mock.patch("vllm.config.get_current_vllm_config_or_none", lambda: config):
+        return getattr(members, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_dcp_it_is_ours(name):
+    cls = resolve(name, dcp=2)
+    assert cls.__module__.startswith("vllm_dcp_mla.")
+    assert getattr(__import__(cls.__module__, fromlist=["x"]), cls.__qualname__) is cls
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("settings", [{}, {"kernel": "trtllm_gen"}])
+def test_without_dcp_it_is_stocks(name, settings):
+    assert resolve(name, dcp=1, settings=settings).__module__.startswith("vllm.v1.")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_switched_off_engine_gets_stocks(name):
+    assert resolve(name, dcp=8, settings={"disable": True}).__module__.startswith("vllm.v1.")
+
+
+def test_the_reference_kernel_is_ours_without_dcp_too():
+    cls = resolve("FlashInferMLASparse", dcp=1, settings={"kernel": "reference"})
+    assert cls.__module__ == "vllm_dcp_mla.backends.trtllm"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_stay_stocks(name):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    assert resolve(name, dcp=2).get_name() == resolve(name, dcp=1).get_name()
+    assert resolve(name, dcp=2).get_name() in AttentionBackendEnum.__members__
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    from vllm_dcp_mla.backends import members
+
+    with pytest.raises(AttributeError, match="Nothing"):
+        members.Nothing  # noqa: B018
+
+
+def test_dcp_is_declared():
+    for name in NAMES[:2]:
+        assert resolve(name, dcp=2).supports_dcp()

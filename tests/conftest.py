@@ -1,0 +1,50 @@
+"""Tests of vLLM-facing parts run on vLLM's CPU platform, with Triton interpreted."""
+
+import importlib.util
+
+import pytest
+from hypothesis import settings
+
+# A deadline measures this machine, not the code.
+settings.register_profile("default", deadline=None)
+settings.load_profile("default")
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+
+def pytest_collection_modifyitems(items):
+    if HAS_VLLM:
+        return
+    skip = pytest.mark.skip(reason="vLLM is not installed")
+    for item in items:
+        if "vllm" in item.keywords or "slow" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def cpu_vllm():
+    """This process's vLLM on the CPU, with the plugin registered."""
+    from vllm_dcp_mla.selftest import world
+
+    world.prepare()
+
+
+@pytest.fixture
+def no_buffers(monkeypatch):
+    """Device buffers as in a fresh process."""
+    from vllm_dcp_mla import device_buffer
+
+    monkeypatch.setattr(device_buffer, "_BY_DEVICE", {})
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """No setting of the surrounding shell reaches a test."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("VLLM_DCP_MLA_") or name in (
+            "VLLM_PLUGINS",
+            "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE",
+        ):
+            monkeypatch.delenv(name)

@@ -1,0 +1,149 @@
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_dcp_mla import capability as cap
+from vllm_dcp_mla import check_topology
+
+LIBRARIES = cap.Libraries(flashinfer="0.7.2.post1", flashmla=True, flash_attn_4=True)
+GLM = cap.ModelDims(64, 512, 192, 64, 2048)
+DEEPSEEK = cap.ModelDims(128, 512, 128, 64, 2048)
+B200, H200 = (10, 0), (9, 0)
+
+
+def deployment(**changes) -> cap.Deployment:
+    base = cap.Deployment(B200, "fp8_e4m3", 8, 1, 8, "a2a", GLM, LIBRARIES)
+    return replace(base, **changes)
+
+
+def serves(name, **changes) -> bool:
+    return not cap.refusals(name, deployment(**changes))
+
+
+@pytest.mark.parametrize("arch", [(10, 0), (10, 3)])
+@pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
+@pytest.mark.parametrize("dims", [GLM, DEEPSEEK])
+def test_sm100_serves_dcp(arch, cache, dims):
+    assert serves(cap.FLASHINFER, arch=arch, kv_cache_dtype=cache, dims=dims)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"arch": (8, 0)}, "needs SM10x, got SM80"),
+        ({"arch": (12, 0)}, "needs SM10x, got SM120"),
+        ({"arch": H200}, "needs SM10x, got SM90"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "kv-cache-dtype fp8_ds_mla is not one of"),
+        ({"tp": 1, "pcp": 4, "dcp": 4}, "together (got pcp 4, dcp 4)"),
+        ({"dims": replace(GLM, heads=96)}, "65 to 127 query heads, got 96"),
+        ({"dims": replace(GLM, qk_nope_head_dim=64)}, "must be 128 or 192, got 64"),
+        ({"dims": replace(GLM, index_topk=None)}, "no index_topk"),
+        ({"dims": replace(GLM, qk_rope_head_dim=0)}, "must be 256, got 192"),
+        ({"libraries": replace(LIBRARIES, flashinfer=None)}, "FlashInfer is not installed"),
+        ({"libraries": replace(LIBRARIES, flashinfer="0.6.12")}, "0.6.12 returns no LSE"),
+    ],
+)
+def test_sm100_refusals(changes, reason):
+    assert reason in "; ".join(cap.refusals(cap.FLASHINFER, deployment(**changes)))
+
+
+def test_nope_model_is_served():
+    assert serves(cap.FLASHINFER, dims=replace(GLM, qk_nope_head_dim=256, qk_rope_head_dim=0))
+
+
+def test_the_reference_kernel_needs_neither_gpu_nor_library():
+    nothing = cap.Libraries(None, False, False)
+    assert serves(cap.FLASHINFER, arch=(8, 9), libraries=nothing, any_device=True)
+    assert not serves(cap.FLASHMLA, arch=(8, 9), libraries=nothing, any_device=True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dims", "tp", "pcp", "dcp", "cache", "served"),
+    [
+        # What stock's constructors do, by running them (Hopper and Blackwell).
+        (H200, GLM, 2, 1, 2, "auto", False),
+        (H200, GLM, 2, 1, 2, "fp8_ds_mla", False),
+        (H200, GLM, 4, 1, 2, "fp8_ds_mla", True),
+        (H200, GLM, 8, 1, 8, "auto", False),
+        (H200, GLM, 8, 1, 8, "fp8", True),
+        (H200, GLM, 1, 4, 4, "fp8_ds_mla", True),
+        (H200, DEEPSEEK, 2, 1, 2, "fp8_ds_mla", False),
+        (H200, DEEPSEEK, 8, 1, 2, "fp8_ds_mla", True),
+        (H200, DEEPSEEK, 8, 1, 8, "fp8_ds_mla", False),
+        (B200, GLM, 2, 1, 2, "fp8_ds_mla", False),
+        (B200, GLM, 2, 1, 2, "bfloat16", False),
+        (B200, GLM, 1, 4, 4, "fp8_ds_mla", True),
+        (B200, GLM, 1, 4, 4, "nvfp4_ds_mla", False),
+        (H200, GLM, 8, 1, 8, "nvfp4_ds_mla", False),
+    ],
+)
+def test_flashmla_says_what_its_constructors_do(arch, dims, tp, pcp, dcp, cache, served):
+    changes = {"arch": arch, "dims": dims, "tp": tp, "pcp": pcp, "dcp": dcp}
+    assert serves(cap.FLASHMLA, **changes, kv_cache_dtype=cache, comm="ag_rs") is served
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"tp": 1, "pcp": 4, "dcp": 4},
+            "--kv-cache-dtype fp8_ds_mla --dcp-comm-backend ag_rs (served by FLASHMLA_SPARSE)",
+        ),
+        ({"tp": 1, "pcp": 4, "dcp": 4, "kv_cache_dtype": "fp8_ds_mla"}, "--dcp-comm-backend ag_rs"),
+        (
+            {"tp": 1, "pcp": 4, "dcp": 4, "libraries": replace(LIBRARIES, flashmla=False)},
+            "--tensor-parallel-size 4 --prefill-context-parallel-size 1 (served by FLASHINFER",
+        ),
+        ({"kv_cache_dtype": "fp8_ds_mla", "tp": 2, "dcp": 2}, "--kv-cache-dtype fp8_e4m3"),
+    ],
+)
+def test_suggestion_is_the_nearest_that_works(changes, named):
+    assert named in (cap.suggestion(deployment(**changes)) or "")
+
+
+DEPLOYMENTS = st.builds(
+    cap.Deployment,
+    arch=st.sampled_from([(8, 0), (9, 0), (10, 0), (10, 3), (12, 0)]),
+    kv_cache_dtype=st.sampled_from(["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla", "int8"]),
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pcp=st.sampled_from([1, 2, 4]),
+    dcp=st.sampled_from([2, 4, 8]),
+    comm=st.sampled_from(["a2a", "ag_rs"]),
+    dims=st.sampled_from([GLM, DEEPSEEK, replace(GLM, heads=96), replace(GLM, index_topk=None)]),
+    libraries=st.builds(
+        cap.Libraries,
+        flashinfer=st.sampled_from([None, "0.6.12", "0.7.2.post1"]),
+        flashmla=st.booleans(),
+        flash_attn_4=st.booleans(),
+    ),
+).filter(lambda d: not check_topology(d.tp, d.pcp, d.dcp, d.dims.heads))
+
+
+def follow(d: cap.Deployment, flags: str) -> cap.Deployment:
+    fields = {flag: field for field, flag in cap._FLAGS.items()}
+    words = flags.split(" (served by ")[0].split()
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        old = getattr(d, fields[flag])
+        d = replace(d, **{fields[flag]: type(old)(value)})
+    return d
+
+
+@given(DEPLOYMENTS)
+def test_no_suggestion_fails_too(d):
+    flags = cap.suggestion(d)
+    if flags is None:
+        assert cap.serving(d) is None
+    elif flags.startswith("--"):
+        other = follow(d, flags)
+        assert cap.serving(d) is None
+        assert cap.serving(other) is not None
+        assert other.tp * other.pcp == d.tp * d.pcp
+    else:
+        assert cap.serving(d) == flags
+
+
+@given(DEPLOYMENTS, st.sampled_from([r.name for r in cap.TABLE]))
+def test_an_explanation_stands_exactly_where_a_refusal_is(d, name):
+    assert (cap.explain(name, d) is None) == (cap.refusals(name, d) == [])
