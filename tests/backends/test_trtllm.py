@@ -21,7 +21,7 @@ def engine(dcp=8, max_tokens=512, settings=None, model="glm-5.2"):
 
     from vllm_dcp_mla.selftest import world
 
-    config = world.engine_config(load_config(model), 8, "ag_rs")
+    config = world.engine_config(load_config(model), 8, 8, "ag_rs")
     config.parallel_config.decode_context_parallel_size = dcp
     config.scheduler_config.max_num_batched_tokens = max_tokens
     config.additional_config = {"dcp_mla": {"kernel": "reference", **(settings or {})}}

@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..planner.request import UNREADABLE
-from . import doctor, options, plan
+from . import doctor, options, plan, selftest
 
 _INTERRUPTED = 130  # as a shell reports SIGINT
 
@@ -28,8 +28,13 @@ app = typer.Typer(
 )
 app.command()(doctor.doctor)
 app.command()(plan.plan)
+app.command()(selftest.selftest)
 
-_UNANSWERED = {"doctor": doctor.unanswered, "plan": plan.unanswered}
+_UNANSWERED = {
+    "doctor": doctor.unanswered,
+    "plan": plan.unanswered,
+    "selftest": selftest.unanswered,
+}
 # ClickException: click's, or that of Typer's own copy of click in newer releases.
 _CommandLineError: type[BaseException] = typer.BadParameter.__mro__[2]
 
@@ -81,3 +86,7 @@ def _refuse(error: BaseException, arguments: list[str]) -> int:
     else:
         options.print_problems([problem])
     return UNREADABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

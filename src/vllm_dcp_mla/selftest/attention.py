@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import world
+from . import faults, world
 from .batch import (
     HEAD_DIM,
     LATENT_DIM,
@@ -49,29 +49,40 @@ def run_steps(
     shapes: tuple[Shape, ...],
     model_config: dict[str, Any],
     comm: str,
+    dcp: int,
     seed: int,
+    fault: str | None = None,
 ) -> list[StepResult]:
     """Runs a step of each shape on this rank; compares this rank's heads with float64 attention."""
     from vllm.config import set_current_vllm_config
 
-    config = world.engine_config(model_config, num_ranks, comm)
+    from ..backends.trtllm import DcpFlashInferMLASparseBackend as Backend
+
+    config = world.engine_config(model_config, num_ranks, dcp, comm)
     hf = config.model_config.hf_text_config
     results = []
-    with set_current_vllm_config(config), torch.inference_mode():
-        group = world.join(rank, num_ranks, folder)
+    with (
+        set_current_vllm_config(config),
+        torch.inference_mode(),
+        faults.planted(fault, Backend),
+    ):
+        group = world.join(rank, num_ranks, dcp, folder)
         calls = _count_collectives(group)
         for shape in shapes:
             started = time.perf_counter()
             calls.clear()
             config.parallel_config.cp_kv_cache_interleave_size = shape.interleave
             config.cache_config.cache_dtype = shape.cache_dtype
+            if shape.late_rank == rank:
+                time.sleep(1)
             batch = make_batch(shape, seed)
-            out = _attend(rank, num_ranks, shape, batch, config, seed)
             heads = shape.num_heads // num_ranks
             mine = slice(rank * heads, (rank + 1) * heads)
+            out = _attend(Backend, group, shape, batch, mine, config, seed)
             wanted = expected_output(shape, batch, _scale(hf))[:, mine]
             seconds = time.perf_counter() - started
             results.append(StepResult(_worst_error(out.double(), wanted), tuple(calls), seconds))
+        world.leave()
     return results
 
 
@@ -80,18 +91,16 @@ def _scale(hf: Any) -> float:
 
 
 def _attend(
-    rank: int, num_ranks: int, shape: Shape, batch: Batch, config: Any, seed: int
+    backend: Any, group: Any, shape: Shape, batch: Batch, heads: slice, config: Any, seed: int
 ) -> torch.Tensor:
-    """The merged output of this rank's heads, ``[T, H / ranks, 512]``."""
-    from ..backends.trtllm import DcpFlashInferMLASparseBackend as Backend
-
-    cache, table = shard_cache(shape, batch, rank, num_ranks, seed)
-    heads = shape.num_heads // num_ranks
-    impl = _make_impl(Backend, config, shape, batch, heads)
-    layer = _make_layer(impl, config, batch, heads)
-    builder = _make_builder(Backend, config, shape, layer)
-    metadata = builder.build(0, _common_metadata(shape, batch, table, rank, num_ranks))
-    query = batch.query[:, rank * heads : (rank + 1) * heads].contiguous()
+    """The merged output of this rank's heads, ``[T, heads, 512]``."""
+    rank, dcp = group.rank_in_group, group.world_size
+    cache, table = shard_cache(shape, batch, rank, dcp, seed)
+    query = batch.query[:, heads].contiguous()
+    impl = _make_impl(backend, config, shape, batch, query.shape[1])
+    layer = _make_layer(impl, config, batch, query.shape[1])
+    builder = _make_builder(backend, config, shape, layer)
+    metadata = builder.build(0, _common_metadata(shape, batch, table, rank, dcp))
     gathered = layer.dcp_manager.query_gather(query)
     out, lse = impl.forward_mqa(gathered, cache, metadata, layer)
     return layer.dcp_manager.combine(out, lse, seq_lens=None, query_start_loc=None)
@@ -160,16 +169,14 @@ def _make_builder(backend: Any, config: Any, shape: Shape, layer: Any) -> Any:
     return backend.get_builder_cls()(spec, [name], config, torch.device("cpu"))
 
 
-def _common_metadata(
-    shape: Shape, batch: Batch, table: torch.Tensor, rank: int, num_ranks: int
-) -> Any:
+def _common_metadata(shape: Shape, batch: Batch, table: torch.Tensor, rank: int, dcp: int) -> Any:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from ..topology import local_seq_len
 
     starts = torch.tensor([0, *shape.query_lens], dtype=torch.int32).cumsum(0).int()
     seq_lens = torch.tensor(shape.seq_lens, dtype=torch.int32)
-    local = [local_seq_len(n, rank, num_ranks, shape.interleave) for n in shape.seq_lens]
+    local = [local_seq_len(n, rank, dcp, shape.interleave) for n in shape.seq_lens]
     return CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
@@ -187,7 +194,7 @@ def _common_metadata(
 
 
 def _count_collectives(group: Any) -> list[str]:
-    """Wraps the group's collectives of this process; returns the list that they are noted in."""
+    """Wraps the collectives of this rank's process; returns the list that they are noted in."""
     calls: list[str] = []
     for name in ("all_gather", "reduce_scatter"):
         stock = getattr(group, name)
@@ -199,6 +206,13 @@ def _count_collectives(group: Any) -> list[str]:
             return _stock(x, dim=dim)
 
         setattr(group, name, counted)
+    exchange = torch.distributed.all_to_all_single
+
+    def counted_exchange(*args: Any, **kwargs: Any) -> Any:
+        calls.append("all_to_all")
+        return exchange(*args, **kwargs)
+
+    torch.distributed.all_to_all_single = counted_exchange
     return calls
 
 

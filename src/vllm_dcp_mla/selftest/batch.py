@@ -30,6 +30,9 @@ class Shape:
         interleave: tokens a rank stores before the next takes over; divides ``block_size``.
         cache_dtype: ``bfloat16`` or ``fp8_e4m3``.
         padding: query tokens of the batch that belong to no request (CUDA graph padding).
+        late_rank: a rank that starts the step a second after the others.
+        topk: keys a token selects at most.
+        block_size: tokens of a cache block.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Shape:
     interleave: int = 1
     cache_dtype: str = "bfloat16"
     padding: int = 0
+    late_rank: int | None = None
     topk: int = 256
     block_size: int = 64
 

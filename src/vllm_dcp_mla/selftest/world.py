@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import inspect
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ def prepare() -> None:
         HF_HUB_OFFLINE="1",
         VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     )
+    for noisy in ("vllm", "torch"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     from ..simulate import driver
 
     driver.ensure_loaded()
@@ -126,6 +130,8 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     faulthandler.enable()
+    # The Triton interpreter computes log(0) of empty rows with numpy, which warns.
+    warnings.simplefilter("ignore")
     try:
         pipe.send((True, work(rank, num_ranks, folder, *args)))
     except BaseException:  # noqa: BLE001  (reported by the parent, whatever it is)
@@ -134,8 +140,8 @@ def _rank_main(
         pipe.close()
 
 
-def engine_config(model_config: dict[str, Any], num_ranks: int, comm: str) -> Any:
-    """A ``VllmConfig`` of one rank, tensor parallel over all ranks, DCP over all of them."""
+def engine_config(model_config: dict[str, Any], num_ranks: int, dcp: int, comm: str) -> Any:
+    """A ``VllmConfig`` of one rank, tensor parallel over all ranks, DCP over groups of them."""
     import json
 
     from vllm.engine.arg_utils import EngineArgs
@@ -147,7 +153,7 @@ def engine_config(model_config: dict[str, Any], num_ranks: int, comm: str) -> An
             skip_tokenizer_init=True,
             load_format="dummy",
             tensor_parallel_size=num_ranks,
-            decode_context_parallel_size=num_ranks,
+            decode_context_parallel_size=dcp,
             dcp_comm_backend=comm,
             max_model_len=MODEL_LEN,
             max_num_batched_tokens=MAX_TOKENS,
@@ -160,7 +166,7 @@ def engine_config(model_config: dict[str, Any], num_ranks: int, comm: str) -> An
     return config
 
 
-def join(rank: int, num_ranks: int, folder: Path) -> Any:
+def join(rank: int, num_ranks: int, dcp: int, folder: Path) -> Any:
     """Joins the process group; returns vLLM's DCP group. The configuration must be current."""
     from vllm.distributed import parallel_state
 
@@ -172,6 +178,14 @@ def join(rank: int, num_ranks: int, folder: Path) -> Any:
         backend="gloo",
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=num_ranks, decode_context_model_parallel_size=num_ranks
+        tensor_model_parallel_size=num_ranks, decode_context_model_parallel_size=dcp
     )
     return parallel_state.get_dcp_group()
+
+
+def leave() -> None:
+    """Leaves the process group, so that its shared memory goes with it."""
+    from vllm.distributed import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()

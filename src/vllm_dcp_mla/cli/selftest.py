@@ -1,0 +1,138 @@
+"""``selftest``: DCP with several processes on this machine, compared with float64 attention."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..compat.installed import package_folder
+from ..planner.request import IMPOSSIBLE, UNREADABLE
+from ..selftest.faults import FAULTS
+from ..topology import check_topology
+from . import options
+
+if TYPE_CHECKING:
+    from ..selftest.run import Case
+
+#: Interleaves vLLM can be run with here: a divisor of the cache's block of 64 tokens.
+INTERLEAVES = (1, 2, 4, 8, 16, 32, 64)
+MAX_RANKS = 16  # processes of about 1 GB each
+
+
+def selftest(
+    ranks: Annotated[
+        str, typer.Option("--ranks", metavar="N", help="Short for --tp N --dcp N.")
+    ] = "2",
+    tp: Annotated[str, typer.Option("--tp", metavar="N", help="Ranks; default: --ranks.")] = "",
+    dcp: Annotated[
+        str, typer.Option("--dcp", metavar="N", help="Ranks that share a cache; default: --tp.")
+    ] = "",
+    interleave: Annotated[
+        str, typer.Option("--interleave", metavar="N", help="1 to 64; default: both 1 and 64.")
+    ] = "",
+    fault: Annotated[
+        str, typer.Option("--break", help=f"Plant a fault, to see it found: {', '.join(FAULTS)}.")
+    ] = "",
+    as_json: options.Json = False,
+) -> None:
+    """Run the plugin's own DCP path on this machine's CPU and compare it with dense attention."""
+    numbers, unreadable = _read_numbers(ranks, tp, dcp, interleave)
+    if fault and fault not in FAULTS:
+        unreadable.append(f"--break is {fault!r}; it must be one of {', '.join(FAULTS)}.")
+    if unreadable:
+        _refuse(unreadable, UNREADABLE, as_json)
+    size, shared, interleaves = numbers
+    problems = check_topology(size, 1, shared, heads=max(8, 2 * size))
+    if size > MAX_RANKS:
+        problems = [f"--tp is {size}; this machine's selftest runs at most {MAX_RANKS} ranks."]
+    if shared == 1 and not problems:
+        problems = ["--dcp is 1: there is nothing to share; use 2 or more."]
+    if package_folder("vllm") is None:
+        problems.append("vLLM is not installed; run pip install 'vllm-dcp-mla[vllm]'.")
+    if problems:
+        _refuse(problems, IMPOSSIBLE, as_json)
+    _run(size, shared, interleaves, fault or None, as_json)
+
+
+def unanswered(problems: list[str]) -> dict[str, Any]:
+    """The JSON of a command line that could not be read."""
+    return {"ok": False, "problems": problems, "cases": []}
+
+
+def _refuse(problems: list[str], exit_code: int, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(unanswered(problems)))
+    else:
+        options.print_problems(problems)
+    raise typer.Exit(exit_code)
+
+
+def _read_numbers(
+    ranks: str, tp: str, dcp: str, interleave: str
+) -> tuple[tuple[int, int, list[int]], list[str]]:
+    problems = []
+
+    def read(flag: str, text: str, default: int) -> int:
+        if not text:
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            problems.append(f"{flag} is {text!r}; it must be a whole number such as {default}.")
+            return default
+
+    size = read("--tp", tp, read("--ranks", ranks, 2))
+    shared = read("--dcp", dcp, size)
+    one = read("--interleave", interleave, 1)
+    if one not in INTERLEAVES:
+        allowed = ", ".join(map(str, INTERLEAVES))
+        problems.append(f"--interleave is {one}; it must be one of {allowed}.")
+    return (size, shared, [one] if interleave else [1, 64]), problems
+
+
+def _run(tp: int, dcp: int, interleaves: list[int], fault: str | None, as_json: bool) -> None:
+    from ..selftest import run, world
+    from ..simulate.driver import DriverStandInError
+
+    out = options.console()
+    # Progress is for people; JSON stands alone on standard output.
+    status = Console(stderr=True).status("importing vLLM")
+    try:
+        with status:
+            world.prepare()
+            status.update(f"{tp} ranks, DCP {dcp}: running")
+            outcome = run.run_selftest(
+                tp,
+                dcp,
+                interleaves,
+                fault,
+                lambda case: status.update(f"{tp} ranks, DCP {dcp}: {case.name} done"),
+            )
+    except (world.RankError, DriverStandInError) as error:
+        _refuse([str(error)], IMPOSSIBLE, as_json)
+    answer = run.as_json(outcome)
+    if as_json:
+        typer.echo(json.dumps(answer))
+    else:
+        out.print(_table(tp, dcp, outcome))
+        wrong = sum(not case.ok for case in outcome)
+        planted = f" with the planted fault {fault}" if fault else ""
+        out.print(f"{len(outcome) - wrong} of {len(outcome)} cases agree{planted}.")
+    raise typer.Exit(0 if answer["ok"] else IMPOSSIBLE)
+
+
+def _table(tp: int, dcp: int, outcome: list[Case]) -> Table:
+    table = Table(f"TP{tp} DCP{dcp} against dense float64 attention")
+    for heading in ("error", "limit", "collectives", "seconds", ""):
+        table.add_column(heading, justify="right")
+    for case in outcome:
+        calls = "/".join(map(str, dict.fromkeys(case.collectives)))
+        result = "agrees" if case.ok else "WRONG"
+        table.add_row(
+            case.name, f"{case.error:.4f}", f"{case.limit}", calls, f"{case.seconds:.1f}", result
+        )
+    return table

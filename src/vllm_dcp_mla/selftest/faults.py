@@ -1,0 +1,64 @@
+"""Planted faults: a check that cannot fail shows nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+if TYPE_CHECKING:
+    import torch
+
+#: Name on the command line: what it does.
+FAULTS = {
+    "lse-base": "the LSE is handed over in the other base",
+    "empty-row": "rows without local tokens leave with LSE 0 instead of -inf",
+    "local-length": "a rank counts its tokens by the wrong interleave",
+}
+
+
+@contextmanager
+def planted(fault: str | None, backend: Any) -> Iterator[None]:
+    """Plants a fault of :data:`FAULTS` in this process for a while; None plants nothing."""
+    if fault is None:
+        yield
+        return
+    with {"lse-base": _lse_base, "empty-row": _empty_row, "local-length": _local_length}[fault](
+        backend
+    ):
+        yield
+
+
+def _lse_base(backend: Any) -> Any:
+    impl = backend.get_impl_cls()
+    right = impl.forward_mqa
+
+    def wrong(*args: Any) -> Any:
+        out, lse = right(*args)
+        return out, lse * math.log(2.0)
+
+    return mock.patch.object(impl, "forward_mqa", wrong)
+
+
+def _empty_row(backend: Any) -> Any:
+    def wrong(out: torch.Tensor, lse: torch.Tensor | None, counts: torch.Tensor) -> None:
+        out.masked_fill_((counts == 0)[:, None, None], 0.0)
+        if lse is not None:
+            lse.masked_fill_((counts == 0)[:, None], 0.0)
+
+    return mock.patch("vllm_dcp_mla.kernels.split.clear_empty_rows", wrong)
+
+
+def _local_length(backend: Any) -> Any:
+    builder = backend.get_builder_cls()
+    right = builder.build
+
+    def wrong(*args: Any) -> Any:
+        metadata = right(*args)
+        other = 64 if metadata.cp_kv_cache_interleave_size == 1 else 1
+        return replace(metadata, cp_kv_cache_interleave_size=other)
+
+    return mock.patch.object(builder, "build", wrong)

@@ -1,0 +1,108 @@
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from vllm_dcp_mla.cli.main import main  # noqa: E402
+from vllm_dcp_mla.selftest.batch import Shape, expected_output, make_batch, shard_cache  # noqa: E402
+from vllm_dcp_mla.selftest.faults import FAULTS  # noqa: E402
+from vllm_dcp_mla.topology import local_seq_lens  # noqa: E402
+
+SHAPE = Shape("s", (5, 1, 200), (1, 1, 3), 3, 4, interleave=4)
+
+
+def test_shards_hold_every_key_once_and_nothing_else():
+    batch = make_batch(SHAPE, seed=1)
+    held = {request: [] for request in range(3)}
+    for rank in range(4):
+        cache, table = shard_cache(SHAPE, batch, rank, 4, seed=1)
+        written = 0
+        for request, length in enumerate(SHAPE.seq_lens):
+            local = local_seq_lens(length, 4, SHAPE.interleave)[rank]
+            for index in range(local):
+                block = table[request, index // SHAPE.block_size]
+                held[request].append(cache[block, index % SHAPE.block_size])
+            written += local
+        assert int((~cache.isnan().any(dim=-1)).sum()) == written
+    for request, rows in held.items():
+        got = {tuple(row.tolist()) for row in rows}
+        assert got == {tuple(row.tolist()) for row in batch.keys[request]}
+        assert len(rows) == SHAPE.seq_lens[request]
+
+
+def test_selected_keys_are_visible_and_distinct():
+    batch = make_batch(SHAPE, seed=2)
+    position = 0
+    for request, (length, queries) in enumerate(zip(SHAPE.seq_lens, SHAPE.query_lens, strict=True)):
+        for offset in range(queries):
+            chosen = batch.topk[position][batch.topk[position] >= 0]
+            assert len(set(chosen.tolist())) == len(chosen) > 0
+            assert int(chosen.max()) <= length - queries + offset
+            assert batch.token_request[position] == request
+            position += 1
+
+
+def test_expected_output_of_one_key_is_its_latent():
+    shape = Shape("one", (1,), (1,), 1, 2)
+    batch = make_batch(shape, seed=3)
+    out = expected_output(shape, batch, scale=0.1)
+    torch.testing.assert_close(out[0, 0], batch.keys[0][0, :512].double())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "named"),
+    [
+        (["--ranks", "two"], 2, "--ranks is 'two'"),
+        (["--interleave", "3"], 2, "--interleave is 3"),
+        (["--break", "everything"], 2, "--break is 'everything'"),
+        (["--tp", "8", "--dcp", "3"], 1, "--decode-context-parallel-size is 3"),
+        (["--ranks", "0"], 1, "is 0"),
+        (["--ranks", "1"], 1, "--dcp is 1"),
+        (["--ranks", "1000"], 1, "at most 16 ranks"),
+    ],
+)
+@pytest.mark.vllm
+def test_bad_input(capsys, arguments, status, named):
+    assert main(["selftest", *arguments]) == status
+    assert named in capsys.readouterr().err
+    assert main(["selftest", *arguments, "--json"]) == status
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["ok"]
+    assert named in " ".join(answer["problems"])
+
+
+def run(*arguments):
+    import subprocess
+    import sys
+
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_dcp_mla.cli.main", "selftest", "--json", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [("--ranks", "2"), ("--tp", "4", "--dcp", "2")])
+def test_every_case_agrees(arguments):
+    status, answer = run(*arguments)
+    assert status == 0
+    assert answer["ok"]
+    assert len(answer["cases"]) == 21
+    for case in answer["cases"]:
+        assert case["ok"]
+        assert 0 < case["error"] <= case["limit"]
+        assert len(set(case["collectives"])) == 1
+        assert case["collectives"][0] in (2, 3)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    status, answer = run("--ranks", "2", "--interleave", "1", "--break", fault)
+    assert status == 1
+    assert not answer["ok"]
