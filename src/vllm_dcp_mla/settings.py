@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from .workspace import DEFAULT_SLAB_LIMIT_BYTES
 
+#: 1,820 rows of top-k 2,048 at dcp 8, 5,461 at dcp 2.
+DEFAULT_MERGE_LIMIT_BYTES = 256 << 20
+
 ENV_PREFIX = "VLLM_DCP_MLA_"
 CONFIG_KEY = "dcp_mla"
 WORKSPACE_ENV = "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"
@@ -36,6 +39,10 @@ class Settings(BaseModel):
         DEFAULT_SLAB_LIMIT_BYTES,
         description="most bytes of the trtllm-gen softmax-statistics slab; launches are split so "
         "that it suffices",
+    )
+    merge_limit_bytes: PositiveInt = Field(
+        DEFAULT_MERGE_LIMIT_BYTES,
+        description="most bytes in which the ranks exchange top-k candidates of a prefill chunk",
     )
     kernel: KernelName = Field(
         "auto",

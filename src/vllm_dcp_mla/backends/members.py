@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from ..indexer import hooks
+
 _STOCK = "vllm.v1.attention.backends.mla"
 _OURS = "vllm_dcp_mla.backends"
 
@@ -36,8 +38,12 @@ def __getattr__(name: str) -> Any:
     if name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     stock, ours = _CLASSES[name]
-    module, class_name = ours if _serves() else stock
-    return getattr(import_module(module), class_name)
+    if not _serves():
+        return getattr(import_module(stock[0]), stock[1])
+    # The indexer's builder is asked for after the model has loaded, and a backend is selected
+    # before the first layer is made: early enough.
+    hooks.install()
+    return getattr(import_module(ours[0]), ours[1])
 
 
 def _serves() -> bool:

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 class _SplitLaunchImpl(FlashInferMLASparseImpl):
     """Stock's implementation with the kernel call replaced."""
 
+    # Every token brings its own top-k row, filtered by rank and interleave, and the indexer bounds
+    # each token's keys after MTP tokens are expanded: no interleave is special.
+    supports_mtp_with_cp_non_trivial_interleave_size = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()

@@ -1,0 +1,98 @@
+"""The metadata builder of the DeepSeek-V3.2 indexer under DCP: stock's, with its chunks ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.mla.indexer import (
+    DeepseekV32IndexerBackend,
+    DeepseekV32IndexerMetadata,
+    DeepseekV32IndexerMetadataBuilder,
+)
+
+from ..settings import load_settings
+from . import hooks
+from .chunk_kernel import CHUNK_BOUNDS_KERNEL
+from .exchange import bound_chunks, max_rows
+from .lengths import local_lengths
+
+
+class DcpIndexerBuilder(DeepseekV32IndexerMetadataBuilder):
+    """Serves GLM-5.x and DeepSeek-V3.2 under DCP; for every other engine it is stock's builder."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.serves_dcp = hooks.serves(self.vllm_config)
+        if not self.serves_dcp:
+            return
+        settings = load_settings(self.vllm_config.additional_config)
+        topk = self.vllm_config.model_config.hf_text_config.index_topk
+        self._max_exchange_rows = max_rows(settings.merge_limit_bytes, topk, self.dcp_world_size)
+        # An empty schedule: every slot starts where it ends.
+        self._no_work = torch.zeros_like(self.scheduler_metadata_buffer)
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            CHUNK_BOUNDS_KERNEL.register_warmup(self.compress_ratio)
+        elif self.device.type == "cuda":
+            CHUNK_BOUNDS_KERNEL.warmup(self.compress_ratio)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> DeepseekV32IndexerMetadata:
+        """Stock's metadata.
+
+        Raises:
+            ValueError: a block table wider than the buffer it is copied to.
+        """
+        if not self.serves_dcp:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        width = common_attn_metadata.block_table_tensor.shape[1]
+        expected = self.expanded_block_table_buffer.shape[1]
+        if width > expected:
+            raise ValueError(
+                f"rank {self.dcp_rank}: the indexer got a block table of {width} blocks a request, "
+                f"but was made for {expected} (max_model_len "
+                f"{self.vllm_config.model_config.max_model_len}, dcp {self.dcp_world_size}); it "
+                "would lose the last ones. Please report this with the vLLM version."
+            )
+        empty = self._has_no_local_keys(common_attn_metadata)
+        with hooks.building(self._no_work if empty else None):
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def _has_no_local_keys(self, common: Any) -> bool:
+        """Whether this rank certainly stores no key of any request of the step."""
+        lengths = common.seq_lens_cpu_upper_bound
+        if lengths is None or common.dcp_local_seq_lens is None:
+            return False
+        local = local_lengths(
+            lengths, self.dcp_rank, self.dcp_world_size, self.cp_kv_cache_interleave_size
+        )
+        return not bool(local.any())
+
+    def _prefill_split_seq_lens(self, seq_lens_cpu: torch.Tensor) -> torch.Tensor:
+        """The lengths that chunks are budgeted by: what the fullest rank stores of each request.
+
+        Logits and gathered keys of a chunk are local to a rank; stock budgets them as if a rank had
+        all keys, and makes ``dcp`` times as many chunks, each with its collective.
+        """
+        if not self.serves_dcp:
+            return super()._prefill_split_seq_lens(seq_lens_cpu)
+        return local_lengths(
+            seq_lens_cpu, 0, self.dcp_world_size, self.compressed_cp_interleave_size
+        )
+
+    def _split_indexer_prefill_chunks(self, *args: Any, **kwargs: Any) -> list[tuple[slice, slice]]:
+        chunks = DeepseekV32IndexerMetadataBuilder._split_indexer_prefill_chunks(*args, **kwargs)
+        # With PCP the rows of a chunk see all keys, and exchange no candidates.
+        if not self.serves_dcp or self.use_pcp:
+            return chunks
+        return bound_chunks(chunks, self._max_exchange_rows)
+
+
+class DcpIndexerBackend(DeepseekV32IndexerBackend):
+    """Stock's indexer backend with our builder; its name stays stock's."""
+
+    @staticmethod
+    def get_builder_cls() -> type[DcpIndexerBuilder]:
+        """The builder vLLM makes for the indexer's layers."""
+        return DcpIndexerBuilder

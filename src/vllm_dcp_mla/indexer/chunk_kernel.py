@@ -1,0 +1,219 @@
+"""The kernel that writes the key bounds of a prefill chunk's query rows.
+
+Stock compiles its kernel for every class of its run-time arguments: 36 variants, 72 with PCP. A
+rank that meets one which was not warmed compiles while the others wait in a collective. This one
+is compiled for nothing that varies at run time: there is one variant per compress ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.warmup.jit_warmup import kernel_launcher
+from vllm.model_executor.warmup.jit_warmup_triton_helper import (
+    TritonWarmupTensor,
+    VllmTritonJitKernel,
+)
+from vllm.triton_utils import tl, triton
+
+_BLOCK = 1024
+_INT32_END = 1 << 31  # from here on Triton would type an argument i64: another variant
+
+_INTEGERS = (
+    "token_origin",
+    "slice_start",
+    "slice_stop",
+    "dcp_rank",
+    "dcp_world",
+    "interleave",
+    "write_token_to_seq",
+)
+_POINTERS = (
+    "query_start_loc_ptr",
+    "seq_lens_ptr",
+    "cu_seq_lens_ptr",
+    "row_start_ptr",
+    "token_to_seq_ptr",
+    "key_start_ptr",
+    "key_end_ptr",
+)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_POINTERS
+)
+def _chunk_bounds_kernel(  # type: ignore[no-untyped-def]
+    query_start_loc_ptr,
+    seq_lens_ptr,
+    cu_seq_lens_ptr,
+    row_start_ptr,
+    token_to_seq_ptr,
+    key_start_ptr,
+    key_end_ptr,
+    token_origin,
+    slice_start,
+    slice_stop,
+    dcp_rank,
+    dcp_world,
+    interleave,
+    write_token_to_seq,
+    BLOCK: tl.constexpr,  # noqa: N803
+    COMPRESS_RATIO: tl.constexpr,  # noqa: N803
+):
+    request = tl.program_id(0)
+    worker = tl.program_id(1)
+    workers = tl.num_programs(1)
+    offsets = tl.arange(0, BLOCK)
+
+    first = tl.load(query_start_loc_ptr + request) - token_origin
+    last = tl.load(query_start_loc_ptr + request + 1) - token_origin
+    context = tl.load(seq_lens_ptr + request) - (last - first)
+    row_start = tl.load(row_start_ptr + request)
+    begin = tl.maximum(first, slice_start)
+    end = tl.minimum(last, slice_stop)
+    for base in range(begin + worker * BLOCK, end, workers * BLOCK):
+        token = base + offsets
+        mask = token < end
+        states = (context + token - first + 1) // COMPRESS_RATIO
+        rounds = states // (interleave * dcp_world)
+        rest = states - rounds * interleave * dcp_world - dcp_rank * interleave
+        local = rounds * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
+        tl.store(key_start_ptr + token - slice_start, row_start, mask=mask)
+        tl.store(key_end_ptr + token - slice_start, row_start + local, mask=mask)
+
+    key_begin = tl.load(cu_seq_lens_ptr + request)
+    key_end = tl.load(cu_seq_lens_ptr + request + 1)
+    if write_token_to_seq != 0:
+        for base in range(key_begin + worker * BLOCK, key_end, workers * BLOCK):
+            key = base + offsets
+            tl.store(token_to_seq_ptr + key, request, mask=key < key_end)
+
+
+class ChunkBoundsKernel(VllmTritonJitKernel["ChunkBoundsKernel.CompileKey"]):
+    """The kernel as vLLM warms it: one compile key per compress ratio."""
+
+    kernel = _chunk_bounds_kernel
+
+    @dataclass(frozen=True)
+    class CompileKey:
+        """What a variant is compiled for."""
+
+        compress_ratio: int
+
+    def dispatch(self, *, compress_ratio: int) -> CompileKey:
+        """The variant that serves a compress ratio."""
+        return self.CompileKey(compress_ratio)
+
+    def get_warmup_keys(self, compress_ratio: int) -> list[CompileKey]:
+        """All variants of an engine: one."""
+        return [self.dispatch(compress_ratio=compress_ratio)]
+
+    def warmup_inputs(self, compile_key: CompileKey) -> dict[str, Any]:
+        """Any inputs: nothing of them is part of the key."""
+        pointer = TritonWarmupTensor(torch.int32)
+        pointers = {name.removesuffix("_ptr"): pointer for name in _POINTERS}
+        return {
+            **pointers,
+            **dict.fromkeys(_INTEGERS, 2),
+            "num_requests": 1,
+            "workers": 1,
+            "compress_ratio": compile_key.compress_ratio,
+        }
+
+    @kernel_launcher  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        cu_seq_lens: torch.Tensor,
+        row_start: torch.Tensor,
+        token_to_seq: torch.Tensor,
+        key_start: torch.Tensor,
+        key_end: torch.Tensor,
+        token_origin: int,
+        slice_start: int,
+        slice_stop: int,
+        dcp_rank: int,
+        dcp_world: int,
+        interleave: int,
+        write_token_to_seq: int,
+        *,
+        num_requests: int,
+        workers: int,
+        compress_ratio: int,
+    ) -> Any:
+        """Writes the bounds of a chunk; all tensors int32, see :func:`reference_chunk_bounds`."""
+        if not max(token_origin, slice_stop, dcp_world * interleave) < _INT32_END:
+            raise ValueError(
+                f"a step of {slice_stop} tokens from {token_origin} on is past {_INT32_END - 1}, "
+                "the most that the chunk metadata counts; lower --max-num-batched-tokens"
+            )
+        return (num_requests, workers), {"BLOCK": _BLOCK, "COMPRESS_RATIO": compress_ratio}
+
+
+CHUNK_BOUNDS_KERNEL = ChunkBoundsKernel()
+
+
+def write_chunk_bounds(**arguments: Any) -> None:
+    """Launches the kernel with as many workers a request as its longest slice has blocks.
+
+    The arguments are those of :func:`reference_chunk_bounds`.
+    """
+    rows = arguments["slice_stop"] - arguments["slice_start"]
+    keys = arguments["token_to_seq"].shape[0] if arguments["write_token_to_seq"] else 0
+    workers = min(max(triton.cdiv(max(rows, keys), _BLOCK), 1), 64)
+    CHUNK_BOUNDS_KERNEL(**arguments, workers=workers)
+
+
+def reference_chunk_bounds(
+    *,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    row_start: torch.Tensor,
+    token_to_seq: torch.Tensor,
+    key_start: torch.Tensor,
+    key_end: torch.Tensor,
+    token_origin: int,
+    slice_start: int,
+    slice_stop: int,
+    dcp_rank: int,
+    dcp_world: int,
+    interleave: int,
+    write_token_to_seq: int,
+    num_requests: int,
+    compress_ratio: int,
+) -> None:
+    """The kernel in plain torch.
+
+    Args:
+        query_start_loc: ``[requests + 1]`` first query token of each request in the step.
+        seq_lens: ``[requests]`` global lengths, query tokens included, not compressed.
+        cu_seq_lens: ``[requests + 1]`` cumulative compressed lengths.
+        row_start: ``[requests]`` (at least) first row of each request in the gathered keys.
+        token_to_seq: ``[keys]``, written with the request of each key if ``write_token_to_seq``.
+        key_start: ``[slice_stop - slice_start]``, written with the first key row of a query row.
+        key_end: the same, written with the end of its keys: what its rank stores of them.
+        token_origin: the chunk's first query token in the step.
+        slice_start, slice_stop: query rows to write, counted from ``token_origin``.
+        dcp_rank, dcp_world, interleave: whose shard the rows are bounded to.
+        write_token_to_seq: 0 or 1.
+        num_requests: requests of the chunk.
+        compress_ratio: tokens a key stands for.
+    """
+    from .lengths import local_lengths
+
+    for request in range(num_requests):
+        first, last = (int(query_start_loc[request + i]) - token_origin for i in (0, 1))
+        begin, end = max(first, slice_start), min(last, slice_stop)
+        if begin < end:
+            context = int(seq_lens[request]) - (last - first)
+            visible = context + 1 + torch.arange(begin - first, end - first, dtype=torch.int32)
+            local = local_lengths(visible // compress_ratio, dcp_rank, dcp_world, interleave)
+            rows = slice(begin - slice_start, end - slice_start)
+            key_start[rows] = row_start[request]
+            key_end[rows] = row_start[request] + local
+        if write_token_to_seq:
+            token_to_seq[int(cu_seq_lens[request]) : int(cu_seq_lens[request + 1])] = request

@@ -1,0 +1,177 @@
+"""Metadata of one prefill chunk, from host lengths alone: nothing waits for the GPU.
+
+Stock reads two totals back from the GPU in every chunk. They follow from the lengths on the host,
+which are exact for prefills and never too small otherwise; every rank derives the same from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerPrefillChunkMetadata
+
+from .chunk_kernel import write_chunk_bounds
+from .lengths import local_lengths
+
+
+@dataclass(slots=True)
+class Requests:
+    """What all chunks of the same requests share.
+
+    Attributes:
+        cu_seq_lens: ``[requests + 1]`` int32, cumulative compressed lengths.
+        local_cu_seq_lens: the same of this rank's shard.
+        token_to_seq: ``[total]`` int32, the request of each key.
+        total: compressed keys of all ranks, at least.
+        local_total: those of this rank.
+        max_local_total: those of the rank that has most; the same on every rank.
+        max_key_len: most keys of a request that a rank stores, the same on every rank.
+        written: whether ``token_to_seq`` has been.
+    """
+
+    cu_seq_lens: torch.Tensor
+    local_cu_seq_lens: torch.Tensor
+    token_to_seq: torch.Tensor
+    total: int
+    local_total: int
+    max_local_total: int
+    max_key_len: int
+    written: bool = False
+
+
+@dataclass(slots=True)
+class ChunkBuild:
+    """One ``build()``; chunks of the same requests share what only depends on them."""
+
+    requests: dict[tuple[int, int], Requests] = field(default_factory=dict)
+
+    def chunk_metadata(
+        self,
+        start_idx: int,
+        end_idx: int,
+        query_start_loc: torch.Tensor,
+        query_start_loc_cpu: torch.Tensor,
+        uncompressed_seq_lens: torch.Tensor,
+        compressed_seq_lens: torch.Tensor,
+        compressed_seq_lens_cpu: torch.Tensor,
+        block_table: torch.Tensor,
+        compress_ratio: int,
+        query_slice: slice | None = None,
+        skip_kv_gather: bool = False,
+        dcp_rank: int = 0,
+        dcp_world_size: int = 1,
+        cp_kv_cache_interleave_size: int = 1,
+        pcp_plan: Any | None = None,
+    ) -> DeepseekV32IndexerPrefillChunkMetadata | None:
+        """The metadata of requests ``[start_idx, end_idx)``, from stock's arguments.
+
+        Returns:
+            None where the requests have no keys.
+        """
+        lengths_cpu = compressed_seq_lens_cpu[start_idx:end_idx]
+        device = block_table.device
+        if pcp_plan is not None:
+            # The plan's keys are gathered from all ranks: rows are bounded globally.
+            rank, world = 0, 1
+            row_start = pcp_plan.row_start_cu
+            requests = _planned(pcp_plan, lengths_cpu, device)
+        else:
+            rank, world = dcp_rank, dcp_world_size
+            requests = self._shared(
+                (start_idx, end_idx), compressed_seq_lens, lengths_cpu, rank, world,
+                cp_kv_cache_interleave_size,
+            )  # fmt: skip
+            row_start = requests.local_cu_seq_lens
+        if requests.total == 0:
+            return None
+        origin, stop = (int(query_start_loc_cpu[i]) for i in (start_idx, end_idx))
+        rows = query_slice if query_slice is not None else slice(0, stop - origin)
+        rows = slice(rows.start, min(rows.stop, stop - origin))
+        key_start, key_end = torch.empty(
+            (2, rows.stop - rows.start), dtype=torch.int32, device=device
+        )
+        write_chunk_bounds(
+            query_start_loc=query_start_loc[start_idx : end_idx + 1],
+            seq_lens=uncompressed_seq_lens[start_idx:end_idx],
+            cu_seq_lens=requests.cu_seq_lens,
+            row_start=row_start,
+            token_to_seq=requests.token_to_seq,
+            key_start=key_start,
+            key_end=key_end,
+            token_origin=origin,
+            slice_start=rows.start,
+            slice_stop=rows.stop,
+            dcp_rank=rank,
+            dcp_world=world,
+            interleave=cp_kv_cache_interleave_size,
+            write_token_to_seq=int(not requests.written),
+            num_requests=end_idx - start_idx,
+            compress_ratio=compress_ratio,
+        )
+        requests.written = True
+        return DeepseekV32IndexerPrefillChunkMetadata(
+            block_table=block_table[start_idx:end_idx],
+            cu_seqlen_ks=key_start,
+            cu_seqlen_ke=key_end,
+            cu_seq_lens=requests.cu_seq_lens,
+            token_to_seq=requests.token_to_seq,
+            total_seq_lens=requests.total,
+            max_seqlen_k=requests.max_key_len,
+            token_start=origin + rows.start,
+            token_end=origin + rows.stop,
+            num_reqs=end_idx - start_idx,
+            skip_kv_gather=skip_kv_gather or rows.start > 0,
+            local_cu_seq_lens=requests.local_cu_seq_lens,
+            local_total_seq_lens=requests.local_total,
+            max_local_total_seq_lens=requests.max_local_total,
+            pcp_deinterleave_idx=pcp_plan.deinterleave_idx if pcp_plan is not None else None,
+        )
+
+    def _shared(
+        self,
+        span: tuple[int, int],
+        seq_lens: torch.Tensor,
+        lengths_cpu: torch.Tensor,
+        rank: int,
+        world: int,
+        interleave: int,
+    ) -> Requests:
+        if span not in self.requests:
+            lengths = seq_lens[span[0] : span[1]]
+            local_cpu = local_lengths(lengths_cpu, rank, world, interleave)
+            most_cpu = local_lengths(lengths_cpu, 0, world, interleave)  # rank 0 has most, always
+            total = int(lengths_cpu.sum())
+            cu_seq_lens = _cumulative(lengths)
+            local_cu = cu_seq_lens
+            if world > 1:
+                local_cu = _cumulative(local_lengths(lengths, rank, world, interleave))
+            self.requests[span] = Requests(
+                cu_seq_lens=cu_seq_lens,
+                local_cu_seq_lens=local_cu,
+                token_to_seq=torch.empty(total, dtype=torch.int32, device=seq_lens.device),
+                total=total,
+                local_total=int(local_cpu.sum()),
+                max_local_total=int(most_cpu.sum()),
+                max_key_len=int(most_cpu.max()),
+            )
+        return self.requests[span]
+
+
+def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
+    cumulative = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths, dim=0, out=cumulative[1:])
+    return cumulative
+
+
+def _planned(plan: Any, lengths_cpu: torch.Tensor, device: torch.device) -> Requests:
+    return Requests(
+        cu_seq_lens=plan.global_cu,
+        local_cu_seq_lens=plan.padded_local_cu,
+        token_to_seq=torch.empty(plan.total, dtype=torch.int32, device=device),
+        total=plan.total,
+        local_total=plan.padded_local_total,
+        max_local_total=plan.padded_local_total,
+        max_key_len=int(lengths_cpu.max()),
+    )

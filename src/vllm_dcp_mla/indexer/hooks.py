@@ -1,0 +1,138 @@
+"""Patches of vLLM's indexer modules.
+
+Which engines: DCP, and a model of the package ``vllm.models.deepseek_v32`` (GLM-5.x, DeepSeek-V3.2
+and their MTP layers). All others run stock's code, in the same process too.
+
+1. ``deepseek_v2.DeepseekV32IndexerBackend``: the name that ``DeepseekV32IndexerCache`` answers vLLM
+   with. Symptom: 2 GPU-CPU synchronisations a prefill chunk, late compiles that stall collectives,
+   gigabytes for the exchange of candidates. Cause: what stock's builder does under DCP. Guard: the
+   builder asks :func:`serves` and is stock's where the answer is no.
+2. ``indexer.build_prefill_chunk_metadata`` and ``indexer.get_paged_mqa_logits_metadata``: module
+   globals that stock's ``build()`` calls, shared with other models' builders. Guard: they do what
+   they did unless one of our builds is running (:func:`building`).
+3. ``BuildPrefillChunkMetadataKernel.get_warmup_keys``: stock's variants of the replaced kernel are
+   not compiled. Guard: only for engines that :func:`serves` names.
+
+They go away when vLLM's builder takes its totals from host lengths, its chunk kernel specialises on
+nothing that varies, and its chunks bound the exchange.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..settings import load_settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from .chunks import ChunkBuild
+
+#: ``model_type`` of the models of vllm.models.deepseek_v32, MTP drafters included.
+MODEL_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa", "deepseek_mtp"})
+
+
+@dataclass(slots=True)
+class _Running:
+    chunks: ChunkBuild
+    no_work: torch.Tensor | None
+
+
+_running: ContextVar[_Running | None] = ContextVar("dcp_mla_indexer_build", default=None)
+_MARK = "_dcp_mla_dispatches"
+
+
+def serves(vllm_config: Any) -> bool:
+    """Whether our indexer metadata is for an engine."""
+    if vllm_config.parallel_config.decode_context_parallel_size == 1:
+        return False
+    model = vllm_config.model_config
+    if model is None or getattr(model.hf_text_config, "model_type", None) not in MODEL_TYPES:
+        return False
+    return not load_settings(vllm_config.additional_config).disable
+
+
+@contextmanager
+def building(no_work: torch.Tensor | None) -> Iterator[None]:
+    """While it runs, stock's ``build()`` gets its chunks from us.
+
+    Args:
+        no_work: an empty DeepGEMM schedule, where this rank stores no key at all: DeepGEMM is then
+            not asked for one (its releases before 2026 read past lengths that are all zero).
+    """
+    from .chunks import ChunkBuild
+
+    token = _running.set(_Running(ChunkBuild(), no_work))
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def install() -> None:
+    """Applies the patches; calling it again changes nothing.
+
+    A process that has not imported the models has no indexer to serve.
+    """
+    deepseek_v2: Any = sys.modules.get("vllm.model_executor.models.deepseek_v2")
+    if deepseek_v2 is None:
+        return
+    from vllm.v1.attention.backends.mla import indexer
+
+    from .builder import DcpIndexerBackend
+
+    if hasattr(indexer.build_prefill_chunk_metadata, _MARK):
+        return
+    deepseek_v2.DeepseekV32IndexerBackend = DcpIndexerBackend
+    _dispatch_chunks(indexer)
+    _dispatch_schedule(indexer)
+    _drop_stock_variants(indexer)
+
+
+def _dispatch_chunks(indexer: Any) -> None:
+    stock = indexer.build_prefill_chunk_metadata
+
+    @functools.wraps(stock)
+    def build_prefill_chunk_metadata(*args: Any, **kwargs: Any) -> Any:
+        running = _running.get()
+        if running is None:
+            return stock(*args, **kwargs)
+        return running.chunks.chunk_metadata(*args, **kwargs)
+
+    setattr(build_prefill_chunk_metadata, _MARK, True)
+    indexer.build_prefill_chunk_metadata = build_prefill_chunk_metadata
+
+
+def _dispatch_schedule(indexer: Any) -> None:
+    from vllm.utils.deep_gemm import _paged_mqa_logits_schedule_slots
+
+    stock = indexer.get_paged_mqa_logits_metadata
+
+    @functools.wraps(stock)
+    def get_paged_mqa_logits_metadata(
+        context_lens: torch.Tensor, block_size: int, num_sms: int, **kwargs: Any
+    ) -> torch.Tensor:
+        running = _running.get()
+        if running is None or running.no_work is None:
+            return stock(context_lens, block_size, num_sms, **kwargs)
+        next_n = context_lens.shape[1] if context_lens.dim() == 2 else 1
+        return running.no_work[: _paged_mqa_logits_schedule_slots(num_sms, next_n) + 1]
+
+    indexer.get_paged_mqa_logits_metadata = get_paged_mqa_logits_metadata
+
+
+def _drop_stock_variants(indexer: Any) -> None:
+    kernel = indexer.BuildPrefillChunkMetadataKernel
+    stock = kernel.get_warmup_keys
+
+    @functools.wraps(stock)
+    def get_warmup_keys(self: Any, vllm_config: Any) -> Any:
+        return [] if serves(vllm_config) else stock(self, vllm_config)
+
+    kernel.get_warmup_keys = get_warmup_keys

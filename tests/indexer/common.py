@@ -1,0 +1,93 @@
+"""An indexer builder of one rank on the CPU, random batches, and tensors that must not be read."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from vllm_dcp_mla.models import load_config
+from vllm_dcp_mla.topology import local_seq_len
+
+WIDTH = 40
+
+
+class DeviceTensor(torch.Tensor):
+    """Stands for a tensor on a GPU: reading a value of it on the host is an error."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ in ("item", "cpu", "tolist", "numpy", "__int__", "__bool__", "__index__"):
+            raise AssertionError(f"{func.__name__}() of a device tensor waits for the GPU")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def on_device(tensor):
+    return tensor.as_subclass(DeviceTensor)
+
+
+@contextmanager
+def builder(
+    *, ours=True, rank=0, dcp=4, pcp=1, interleave=1, mtp=0, settings=None, model="glm-5.2",
+    flatten=None,
+):  # fmt: skip
+    """Yields a builder of that rank of TP8; ``flatten`` forces the per-token decode path."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backends.mla import indexer
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    from vllm_dcp_mla.indexer.builder import DcpIndexerBuilder
+    from vllm_dcp_mla.selftest import world
+
+    import vllm.model_executor.models.deepseek_v2  # noqa: F401  isort: skip
+    from vllm_dcp_mla.indexer import hooks
+
+    hooks.install()
+    config = world.engine_config(load_config(model), 8, dcp, "ag_rs")
+    config.parallel_config.cp_kv_cache_interleave_size = interleave
+    config.parallel_config.prefill_context_parallel_size = pcp
+    config.attention_config.sparse_mla_prefill_workspace_factor = 5
+    config.additional_config = {"dcp_mla": settings or {}}
+    if mtp:
+        config.speculative_config = SimpleNamespace(
+            num_speculative_tokens=mtp, enable_adaptive_verification=False
+        )
+    group = SimpleNamespace(rank_in_group=rank, world_size=dcp)
+    cls = DcpIndexerBuilder if ours else indexer.DeepseekV32IndexerMetadataBuilder
+    spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=128, dtype=torch.uint8)
+    with (
+        set_current_vllm_config(config),
+        mock.patch.object(indexer, "get_dcp_group", lambda: group),
+        mock.patch.object(indexer, "get_pcp_group", lambda: group),
+        mock.patch.object(indexer, "num_compute_units", lambda index: 132),
+        mock.patch.object(type(config), "num_speculative_tokens", mtp),
+    ):
+        made = cls(spec, ["l"], config, torch.device("cpu"), block_table_width=WIDTH)
+        if flatten is not None:
+            made.use_flattening = flatten
+        yield made
+
+
+def common_metadata(seq_lens, query_lens, num_decodes, rank, dcp, interleave=1, wrap=lambda t: t):
+    """vLLM's metadata of a batch; ``wrap`` makes its device tensors."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    local = [local_seq_len(n, rank, dcp, interleave) for n in seq_lens]
+    tokens = int(starts[-1])
+    table = torch.arange(len(seq_lens) * WIDTH, dtype=torch.int32).view(-1, WIDTH)
+    return CommonAttentionMetadata(
+        query_start_loc=wrap(starts.clone()),
+        query_start_loc_cpu=starts,
+        seq_lens=wrap(lengths.clone()),
+        num_reqs=len(seq_lens),
+        num_actual_tokens=tokens,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=wrap(table),
+        slot_mapping=wrap(torch.full((tokens,), -1, dtype=torch.int64)),
+        dcp_local_seq_lens=wrap(torch.tensor(local, dtype=torch.int32)),
+        seq_lens_cpu_upper_bound=lengths,
+        is_prefilling=torch.arange(len(seq_lens)) >= num_decodes,
+    )

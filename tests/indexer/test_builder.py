@@ -1,0 +1,287 @@
+"""The builder on the CPU: its bounds against brute force, its chunks, and what it never does."""
+
+from unittest import mock
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from common import WIDTH, DeviceTensor, builder, common_metadata, on_device  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from vllm_dcp_mla.topology import local_seq_len, local_seq_lens  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
+
+
+@pytest.fixture
+def plain_kernel():
+    """The reference instead of the Triton kernel, whose interpreter copies tensors to the host."""
+    from vllm_dcp_mla.indexer import chunk_kernel
+
+    def launch(**arguments):
+        plain = {
+            name: value.as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+        }
+        chunk_kernel.reference_chunk_bounds(**plain)
+
+    with mock.patch("vllm_dcp_mla.indexer.chunks.write_chunk_bounds", launch):
+        yield
+
+
+def check_prefill(metadata, seq_lens, query_lens, num_decodes, rank, dcp, interleave):
+    """Every prefill row sees exactly the keys this rank stores of what the row may see."""
+    rows = {}
+    for chunk in metadata.prefill.chunks:
+        cu_local = chunk.local_cu_seq_lens.tolist()
+        requests = [int(r) // WIDTH for r in chunk.block_table[:, 0]]
+        own = [local_seq_len(seq_lens[r], rank, dcp, interleave) for r in requests]
+        assert [b - a for a, b in zip(cu_local, cu_local[1:], strict=False)] == own
+        assert chunk.local_total_seq_lens == sum(own)
+        fullest = [local_seq_lens(seq_lens[r], dcp, interleave) for r in requests]
+        assert chunk.max_local_total_seq_lens == max(map(sum, zip(*fullest, strict=True)))
+        assert chunk.total_seq_lens == sum(seq_lens[r] for r in requests)
+        assert chunk.token_to_seq.tolist() == [
+            i for i, r in enumerate(requests) for _ in range(seq_lens[r])
+        ]
+        token = chunk.token_start
+        for start, end in zip(
+            chunk.cu_seqlen_ks.tolist(), chunk.cu_seqlen_ke.tolist(), strict=True
+        ):
+            assert end - start <= chunk.max_seqlen_k
+            rows[token] = (requests[cu_local.index(start) if start in cu_local else 0], end - start)
+            token += 1
+        assert token == chunk.token_end
+    token = sum(query_lens[:num_decodes])
+    assert sorted(rows) == list(range(token, sum(query_lens)))
+    for length, queries in list(zip(seq_lens, query_lens, strict=True))[num_decodes:]:
+        for position in range(length - queries, length):
+            assert rows[token][1] == local_seq_len(position + 1, rank, dcp, interleave)
+            token += 1
+
+
+@settings(max_examples=15)
+@given(
+    requests=st.lists(st.tuples(st.integers(2, 60), st.integers(0, 900)), min_size=1, max_size=4),
+    dcp=st.sampled_from([2, 4, 8]),
+    interleave=st.sampled_from([1, 64]),
+    limit=st.sampled_from([None, 3, 17]),
+    data=st.data(),
+)
+def test_prefill_bounds(requests, dcp, interleave, limit, data):
+    rank = data.draw(st.integers(0, dcp - 1))
+    queries = [q for q, _ in requests]
+    lengths = [q + context for q, context in requests]
+    merge = {"merge_limit_bytes": limit * 2048 * 8 * (1 + dcp)} if limit else {}
+    with builder(rank=rank, dcp=dcp, interleave=interleave, settings=merge) as made:
+        metadata = made.build(0, common_metadata(lengths, queries, 0, rank, dcp, interleave))
+    check_prefill(metadata, lengths, queries, 0, rank, dcp, interleave)
+    if limit:
+        assert all(c.token_end - c.token_start <= limit for c in metadata.prefill.chunks)
+
+
+def test_chunks_are_the_same_on_every_rank():
+    lengths, queries = [70, 5, 900], [60, 5, 100]
+    spans = set()
+    for rank in range(8):
+        limit = {"merge_limit_bytes": 33 * 2048 * 8 * 9}
+        with builder(rank=rank, dcp=8, settings=limit) as made:
+            chunks = made.build(0, common_metadata(lengths, queries, 0, rank, 8)).prefill.chunks
+        spans.add(tuple((c.token_start, c.token_end, c.max_local_total_seq_lens) for c in chunks))
+    assert len(spans) == 1
+    assert len(next(iter(spans))) == 5
+
+
+def test_logits_are_budgeted_by_what_a_rank_stores(monkeypatch):
+    monkeypatch.setenv("VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "1")
+    counts = {}
+    for ours in (True, False):
+        with builder(ours=ours, dcp=8) as made:
+            chunks = made.build(0, common_metadata([8192], [400], 0, 0, 8)).prefill.chunks
+        counts[ours] = len(chunks)
+        for chunk in chunks:
+            rows = chunk.token_end - chunk.token_start
+            assert rows * chunk.max_local_total_seq_lens * 4 <= 1 << 20
+    assert counts == {True: 2, False: 13}
+
+
+def test_gathered_keys_fit_the_workspace():
+    with builder(dcp=8) as made:
+        made.max_prefill_buffer_size = 300
+        metadata = made.build(0, common_metadata([800, 800, 800], [9, 9, 9], 0, 0, 8))
+    assert [c.max_local_total_seq_lens for c in metadata.prefill.chunks] == [300, 0][:1] or all(
+        c.max_local_total_seq_lens <= 300 for c in metadata.prefill.chunks
+    )
+    assert len({c.token_start for c in metadata.prefill.chunks}) >= 1
+
+
+def test_parts_of_one_prefill_share_what_only_depends_on_its_request():
+    with builder(dcp=8, settings={"merge_limit_bytes": 10 * 2048 * 8 * 9}) as made:
+        chunks = made.build(0, common_metadata([500], [35], 0, 0, 8)).prefill.chunks
+    assert [c.skip_kv_gather for c in chunks] == [False, True, True, True]
+    assert len({c.token_to_seq.data_ptr() for c in chunks}) == 1
+    assert len({c.local_cu_seq_lens.data_ptr() for c in chunks}) == 1
+
+
+# Eight tokens before the step, three query tokens, four ranks: the bounds of each row on each rank.
+@pytest.mark.parametrize("flatten", [True, False])
+def test_mtp_rows_are_localised_after_they_are_expanded(flatten):
+    wanted = [[3, 2, 2, 2], [3, 3, 2, 2], [3, 3, 3, 2]]
+    for rank in range(4):
+        with builder(rank=rank, mtp=2, flatten=flatten) as made:
+            # The native path is vLLM's choice by GPU; both must give the same bounds.
+            with mock.patch(
+                "vllm.v1.attention.backends.mla.indexer._supports_native_decode", lambda n: True
+            ):
+                decode = made.build(0, common_metadata([11], [3], 1, rank, 4)).decode
+        assert decode.seq_lens.reshape(-1).tolist() == [row[rank] for row in wanted]
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(st.tuples(st.integers(0, 900), st.integers(1, 4)), min_size=1, max_size=4),
+    st.sampled_from([2, 8]),
+    st.sampled_from([1, 64]),
+    st.data(),
+)
+def test_decode_bounds(requests, dcp, interleave, data):
+    rank = data.draw(st.integers(0, dcp - 1))
+    queries = [q for _, q in requests]
+    lengths = [context + q for context, q in requests]
+    with builder(rank=rank, dcp=dcp, interleave=interleave, mtp=3, flatten=True) as made:
+        decode = made.build(
+            0, common_metadata(lengths, queries, len(queries), rank, dcp, interleave)
+        ).decode
+    wanted = [
+        local_seq_len(length - queries_of + j + 1, rank, dcp, interleave)
+        for length, queries_of in zip(lengths, queries, strict=True)
+        for j in range(queries_of)
+    ]
+    assert decode.seq_lens.reshape(-1).tolist() == wanted
+    assert decode.block_table.shape == (sum(queries), WIDTH)
+
+
+BATCHES = {
+    "decode": ([70, 5, 300], [1, 1, 1], 3),
+    "prefill": ([70, 500], [60, 100], 0),
+    "mixed": ([70, 5, 500], [1, 1, 90], 2),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.usefixtures("plain_kernel")
+def test_nothing_waits_for_the_gpu(batch):
+    with builder(dcp=8, settings={"merge_limit_bytes": 40 * 2048 * 8 * 9}) as made:
+        metadata = made.build(0, common_metadata(*BATCHES[batch], 0, 8, wrap=on_device))
+    assert isinstance(metadata.seq_lens, DeviceTensor)
+
+
+@pytest.mark.usefixtures("plain_kernel")
+def test_stock_waits_twice_a_chunk():
+    with (
+        builder(ours=False, dcp=8) as made,
+        pytest.raises(AssertionError, match=r"item\(\) of a device tensor waits"),
+    ):
+        made.build(0, common_metadata(*BATCHES["prefill"], 0, 8, wrap=on_device))
+
+
+def test_metadata_is_stocks_where_chunks_are():
+    """One chunk, no limit in reach: every field that stock computes is the same."""
+    made = {}
+    for ours in (True, False):
+        with builder(ours=ours, rank=1, dcp=4) as one:
+            made[ours] = one.build(0, common_metadata([70, 5, 500], [1, 5, 90], 1, 1, 4))
+    (ours,), (stock,) = made[True].prefill.chunks, made[False].prefill.chunks
+    for field in stock.__dataclass_fields__:
+        a, b = getattr(ours, field), getattr(stock, field)
+        if field == "max_seqlen_k":
+            assert (a, b) == (125, 500)  # the logits are as wide as a shard, not as the context
+        elif isinstance(b, torch.Tensor):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b), field
+        else:
+            assert a == b, field
+    assert torch.equal(made[True].decode.seq_lens, made[False].decode.seq_lens)
+
+
+def test_pcp_rows_are_bounded_globally_with_the_same_kernel():
+    import numpy as np
+    from vllm.v1.attention.backends.mla.indexer import build_pcp_global_chunk_plan
+
+    from vllm_dcp_mla.indexer.chunks import ChunkBuild
+
+    lengths, queries = [70, 500], [60, 100]
+    common = common_metadata(lengths, queries, 0, 0, 2)
+    plan = build_pcp_global_chunk_plan(
+        np.arange(2), np.array([local_seq_len(n, 0, 2) for n in lengths]), 2, torch.device("cpu")
+    )
+    from vllm.v1.attention.backends.mla import indexer
+
+    made = [
+        function(
+            0,
+            2,
+            common.query_start_loc,
+            common.query_start_loc_cpu,
+            common.seq_lens,
+            common.seq_lens,
+            common.seq_lens_cpu_upper_bound,
+            common.block_table_tensor,
+            1,
+            query_slice=slice(10, 150),
+            dcp_rank=1,
+            dcp_world_size=2,
+            pcp_plan=plan,
+        )
+        for function in (ChunkBuild().chunk_metadata, indexer.build_prefill_chunk_metadata)
+    ]
+    for field in made[1].__dataclass_fields__:
+        a, b = (getattr(m, field) for m in made)
+        assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field
+
+
+@pytest.mark.parametrize(("lengths", "asked"), [([1, 1], False), ([1, 40], True)])
+def test_a_rank_without_keys_asks_deepgemm_for_nothing(lengths, asked):
+    """All-zero context lengths crashed older DeepGEMM; and there is nothing to schedule."""
+    from vllm.v1.attention.backends.mla import indexer
+
+    calls = []
+
+    def deepgemm(context_lens, block_size, num_sms, **kwargs):
+        calls.append(context_lens.clone())
+        return torch.ones(num_sms + 1, 2, dtype=torch.int32)
+
+    with (
+        mock.patch.object(indexer.current_platform, "is_cuda", lambda: True, create=True),
+        mock.patch.object(indexer, "has_deep_gemm", lambda: True),
+        mock.patch("vllm.utils.deep_gemm._paged_mqa_logits_schedule_slots", lambda sms, n: sms),
+        builder(rank=7, dcp=8) as made,
+    ):
+        dispatch = indexer.get_paged_mqa_logits_metadata
+        closure = dict(zip(dispatch.__code__.co_freevars, dispatch.__closure__, strict=True))
+        stock = closure["stock"].cell_contents
+        closure["stock"].cell_contents = deepgemm
+        try:
+            common = common_metadata(lengths, [1, 1], 2, 7, 8)
+            decode = made.build(0, common).decode
+        finally:
+            closure["stock"].cell_contents = stock
+    assert bool(calls) is asked
+    assert all(call.any() for call in calls)
+    assert bool(decode.schedule_metadata.any()) is asked
+
+
+def test_a_block_table_that_would_be_cut_off_is_refused():
+    common = common_metadata([70], [1], 1, 0, 4)
+    common.block_table_tensor = torch.zeros(1, WIDTH + 1, dtype=torch.int32)
+    with builder() as made, pytest.raises(ValueError, match=f"{WIDTH + 1} blocks .* {WIDTH}"):
+        made.build(0, common)
+
+
+def test_a_limit_below_one_row_is_refused():
+    with (
+        pytest.raises(ValueError, match="merge_limit_bytes is 1000.*needs 147456 bytes"),
+        builder(dcp=8, settings={"merge_limit_bytes": 1000}),
+    ):
+        pass

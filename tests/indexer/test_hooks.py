@@ -1,0 +1,108 @@
+"""Which builders are ours: those of GLM-5.x and DeepSeek-V3.2 under DCP, and no others."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from common import builder, common_metadata  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
+
+
+def config(model_type="glm_moe_dsa", dcp=2, settings=None):
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type=model_type)),
+        additional_config={"dcp_mla": settings or {}},
+    )
+
+
+@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "deepseek_mtp"])
+def test_served(model_type):
+    from vllm_dcp_mla.indexer import hooks
+
+    assert hooks.serves(config(model_type))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        config(dcp=1),
+        config("hy_v4"),
+        config("deepseek_v4"),
+        config("glm5_next"),
+        config(settings={"disable": True}),
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(decode_context_parallel_size=2), model_config=None
+        ),
+    ],
+)
+def test_left_alone(other):
+    from vllm_dcp_mla.indexer import hooks
+
+    assert not hooks.serves(other)
+
+
+def test_other_backends_keep_their_builders():
+    import vllm.model_executor.models.deepseek_v2 as deepseek_v2
+    from vllm.v1.attention.backends.mla import indexer
+
+    from vllm_dcp_mla.indexer import hooks
+    from vllm_dcp_mla.indexer.builder import DcpIndexerBuilder
+
+    hooks.install()
+    cache = deepseek_v2.DeepseekV32IndexerCache
+    assert cache.get_attn_backend(SimpleNamespace()).get_builder_cls() is DcpIndexerBuilder
+    assert cache.get_attn_backend(SimpleNamespace()).get_name() == "DEEPSEEK_V32_INDEXER"
+    stock = indexer.DeepseekV32IndexerMetadataBuilder
+    for name in ("DeepseekV4", "DeepseekV41", "Glm5Next", "DeepseekV32"):
+        backend = getattr(indexer, f"{name}IndexerBackend")
+        assert backend.get_builder_cls() is stock, name
+    assert indexer.KpoolTailBackend.get_builder_cls() is indexer.KpoolTailMetadataBuilder
+
+
+def test_installing_again_changes_nothing():
+    from vllm.v1.attention.backends.mla import indexer
+
+    from vllm_dcp_mla.indexer import hooks
+
+    import vllm.model_executor.models.deepseek_v2  # noqa: F401  isort: skip
+
+    hooks.install()
+    before = (indexer.build_prefill_chunk_metadata, indexer.get_paged_mqa_logits_metadata)
+    hooks.install()
+    assert before == (indexer.build_prefill_chunk_metadata, indexer.get_paged_mqa_logits_metadata)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ours"),
+    [
+        ({"ours": True}, True),
+        ({"ours": False}, False),
+        ({"ours": True, "dcp": 1}, False),
+        ({"ours": True, "settings": {"disable": True}}, False),
+    ],
+)
+def test_chunks_come_from_us_only_while_our_build_runs(arguments, ours):
+    with (
+        mock.patch(
+            "vllm_dcp_mla.indexer.chunks.ChunkBuild.chunk_metadata", return_value=None
+        ) as chunk,
+        builder(**arguments) as made,
+    ):
+        chunks = made.build(0, common_metadata([70, 90], [60, 80], 0, 0, 4)).prefill.chunks
+    assert bool(chunk.call_count) is ours
+    assert bool(chunks) is not ours
+
+
+def test_a_builder_that_serves_no_dcp_is_stocks():
+    built = []
+    for ours in (True, False):
+        with builder(ours=ours, dcp=1) as made:
+            built.append(made.build(0, common_metadata([70, 500], [60, 100], 0, 0, 1)))
+            assert made.supports_draft_decode_metadata_update
+    for a, b in zip(built[0].prefill.chunks, built[1].prefill.chunks, strict=True):
+        assert torch.equal(a.cu_seqlen_ke, b.cu_seqlen_ke)
+        assert a.max_seqlen_k == b.max_seqlen_k

@@ -1,0 +1,108 @@
+"""How many variants Triton compiles, by its own cache key; stock's kernel beside ours."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+# In a process of its own: elsewhere in the tests kernels are interpreted, and have no key.
+PROGRAM = """
+import json, os, random
+from types import SimpleNamespace
+from unittest import mock
+from vllm_dcp_mla.simulate import driver
+driver.ensure_loaded()
+os.environ["DCP_MLA_SIMULATED_GPU"] = "b200"
+from vllm_dcp_mla.simulate import platform
+platform.install()
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from vllm.v1.attention.backends.mla import indexer
+from vllm_dcp_mla.indexer import chunk_kernel, hooks
+
+def keys(kernel, calls):
+    bind = create_function_from_signature(
+        kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 100, 32))
+    )
+    return {str(bind(**call)[1]) for call in calls}
+
+memory = torch.zeros(4096, dtype=torch.int32)
+draw = random.Random(0)
+def view():
+    return memory[draw.randrange(9):]
+def step():
+    start = draw.choice([0, 1, 2, 16, 77, 1024, 5965])
+    return start, start + draw.choice([1, 2, 15, 16, 1000, 8192])
+
+ours, stock = [], []
+for _ in range(3000):
+    dcp = draw.choice([1, 2, 4, 8])
+    rank, interleave = draw.randrange(dcp), draw.choice([1, 2, 16, 64])
+    low, high = step()
+    ours.append({
+        **{name: view() for name in chunk_kernel._POINTERS},
+        **dict(token_origin=draw.choice([0, 1, 16, 33]), slice_start=low, slice_stop=high,
+               dcp_rank=rank, dcp_world=dcp, interleave=interleave,
+               write_token_to_seq=draw.randrange(2), BLOCK=1024, COMPRESS_RATIO=1),
+    })
+    names = [p.name for p in indexer.BuildPrefillChunkMetadataKernel.kernel.params]
+    stock.append({
+        **{name: view() for name in names if name.endswith("_ptr")},
+        **dict(query_slice_start=low, query_slice_stop=high, DCP_RANK=rank, DCP_WORLD=dcp,
+               DCP_INTERLEAVE=interleave, BLOCK_SIZE=1024, COMPRESS_RATIO=1),
+    })
+
+def config(pcp, dcp=4, model_type="deepseek_v32"):
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type=model_type)),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp,
+            cp_kv_cache_interleave_size=1),
+        additional_config={},
+    )
+
+def warmed(config):
+    group = SimpleNamespace(rank_in_group=3)
+    with mock.patch.object(indexer, "get_dcp_group", lambda: group):
+        kernel = indexer.BuildPrefillChunkMetadataKernel()
+        return len(set(kernel.get_warmup_keys(vllm_config=config)))
+
+before = [warmed(config(1)), warmed(config(4))]
+import vllm.model_executor.models.deepseek_v2
+hooks.install()
+print("REPORT " + json.dumps({
+    "ours": len(keys(chunk_kernel._chunk_bounds_kernel, ours)),
+    "stock": len(keys(indexer.BuildPrefillChunkMetadataKernel.kernel, stock)),
+    "ours_warmed": len(set(chunk_kernel.CHUNK_BOUNDS_KERNEL.get_warmup_keys(1))),
+    "stock_warmed": before,
+    "stock_warmed_with_us": [warmed(config(1)), warmed(config(4))],
+    "stock_warmed_elsewhere": [warmed(config(1, dcp=1)), warmed(config(1, model_type="deepseek_v4"))],
+}))
+"""
+
+
+def test_one_variant_where_stock_has_dozens(capsys):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    assert lines, done.stderr[-3000:]
+    report = json.loads(lines[-1].removeprefix("REPORT "))
+    with capsys.disabled():
+        print(f"\nTriton variants of the chunk kernel over 3,000 random calls: {report}")
+    assert report["ours"] == report["ours_warmed"] == 1
+    assert report["stock"] > 36
+    assert report["stock_warmed"] == [36, 72]
+    assert report["stock_warmed_with_us"] == [0, 0]
+    assert min(report["stock_warmed_elsewhere"]) > 0
