@@ -83,7 +83,8 @@ print("REPORT " + json.dumps({
     "ours_warmed": len(set(chunk_kernel.CHUNK_BOUNDS_KERNEL.get_warmup_keys(1))),
     "stock_warmed": before,
     "stock_warmed_with_us": [warmed(config(1)), warmed(config(4))],
-    "stock_warmed_elsewhere": [warmed(config(1, dcp=1)), warmed(config(1, model_type="deepseek_v4"))],
+    "stock_warmed_elsewhere": [
+        warmed(config(1, dcp=1)), warmed(config(1, model_type="deepseek_v4"))],
 }))
 """
 

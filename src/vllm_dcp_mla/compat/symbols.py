@@ -21,6 +21,18 @@ _UTILS = "vllm/v1/attention/backends/mla/sparse_utils.py"
 _REGISTRY = "vllm/v1/attention/backends/registry.py"
 _WORKER = "vllm/v1/worker/gpu_worker.py"
 
+_INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
+_MODEL = "vllm/model_executor/models/deepseek_v2.py"
+_DEEP_GEMM = "vllm/utils/deep_gemm.py"
+_WARMUP = "vllm/model_executor/warmup/jit_warmup.py"
+_TRITON = "vllm/model_executor/warmup/jit_warmup_triton_helper.py"
+
+_CHUNK_ARGS = (
+    *("start_idx", "end_idx", "query_start_loc", "query_start_loc_cpu", "uncompressed_seq_lens"),
+    *("compressed_seq_lens", "compressed_seq_lens_cpu", "block_table", "compress_ratio"),
+    *("query_slice", "skip_kv_gather", "dcp_rank", "dcp_world_size"),
+    *("cp_kv_cache_interleave_size", "pcp_plan"),
+)
 _KERNEL_ARGS = ("q", "kv_cache", "topk_indices", "layer", "block_size", "is_decode")
 _BUILDER_ARGS = ("kv_cache_spec", "layer_names", "vllm_config", "device")
 _COMBINATION_ARGS = (
@@ -79,6 +91,34 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(_FLASHMLA, "FlashMLASparseBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_WORKER, "Worker.wake_up", ("tags",)),
+    Symbol(_MODEL, "DeepseekV32IndexerBackend"),
+    Symbol(_MODEL, "DeepseekV32IndexerCache.get_attn_backend"),
+    Symbol(_INDEXER, "DeepseekV32IndexerMetadataBuilder.__init__", ("block_table_width",)),
+    Symbol(_INDEXER, "DeepseekV32IndexerMetadataBuilder.build", ("common_attn_metadata",)),
+    Symbol(_INDEXER, "DeepseekV32IndexerMetadataBuilder._prefill_split_seq_lens"),
+    Symbol(
+        _INDEXER,
+        "DeepseekV32IndexerMetadataBuilder._split_indexer_prefill_chunks",
+        ("prefill_query_lens_cpu", "max_logits_bytes"),
+    ),
+    Symbol(_INDEXER, "build_prefill_chunk_metadata", _CHUNK_ARGS),
+    Symbol(_INDEXER, "BuildPrefillChunkMetadataKernel.get_warmup_keys", ("vllm_config",)),
+    Symbol(_INDEXER, "get_paged_mqa_logits_metadata"),
+    *(
+        Symbol(_INDEXER, f"DeepseekV32IndexerPrefillChunkMetadata.{field}")
+        for field in (
+            *("block_table", "cu_seqlen_ks", "cu_seqlen_ke", "cu_seq_lens", "token_to_seq"),
+            *("total_seq_lens", "max_seqlen_k", "token_start", "token_end", "num_reqs"),
+            *("skip_kv_gather", "local_cu_seq_lens", "local_total_seq_lens"),
+            *("max_local_total_seq_lens", "pcp_deinterleave_idx"),
+        )
+    ),
+    Symbol(_DEEP_GEMM, "_paged_mqa_logits_schedule_slots", ("num_sms", "next_n")),
+    Symbol(_TRITON, "VllmTritonJitKernel.warmup_inputs", ("compile_key",)),
+    Symbol(_TRITON, "TritonWarmupTensor"),
+    Symbol(_WARMUP, "kernel_launcher"),
+    Symbol(_WARMUP, "VllmJitKernel.register_warmup"),
+    Symbol(_WARMUP, "VllmJitKernel.warmup"),
 )
 
 
@@ -138,6 +178,8 @@ def _check(symbol: Symbol, tree: ast.Module) -> str | None:
 def _member(scope: ast.Module | ast.ClassDef, name: str) -> ast.stmt | None:
     for node in scope.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and name in {a.asname or a.name for a in node.names}:
             return node
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
