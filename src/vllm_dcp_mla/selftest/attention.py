@@ -1,6 +1,6 @@
 """One rank's attention step, as the DeepSeek-V3.2 layer does it under DCP.
 
-Query gather, ``forward_mqa``, merge and the metadata builder are vLLM's; the backend is ours.
+Query gather, ``forward_mqa`` and merge are vLLM's; the backend and the builders are ours.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .batch import (
     make_batch,
     shard_cache,
 )
+from .selection import select_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +98,20 @@ def _attend(
     rank, dcp = group.rank_in_group, group.world_size
     cache, table = shard_cache(shape, batch, rank, dcp, seed)
     query = batch.query[:, heads].contiguous()
-    impl = _make_impl(backend, config, shape, batch, query.shape[1])
+    common = _common_metadata(shape, batch, table, rank, dcp)
+    topk = select_keys(
+        group, config, shape, batch, common.replace(num_actual_tokens=shape.num_tokens)
+    )
+    impl = _make_impl(backend, config, shape, topk, query.shape[1])
     layer = _make_layer(impl, config, batch, query.shape[1])
     builder = _make_builder(backend, config, shape, layer)
-    metadata = builder.build(0, _common_metadata(shape, batch, table, rank, dcp))
+    metadata = builder.build(0, common)
     gathered = layer.dcp_manager.query_gather(query)
     out, lse = impl.forward_mqa(gathered, cache, metadata, layer)
     return layer.dcp_manager.combine(out, lse, seq_lens=None, query_start_loc=None)
 
 
-def _make_impl(backend: Any, config: Any, shape: Shape, batch: Batch, heads: int) -> Any:
+def _make_impl(backend: Any, config: Any, shape: Shape, topk: torch.Tensor, heads: int) -> Any:
     hf = config.model_config.hf_text_config
     return backend.get_impl_cls()(
         num_heads=heads,
@@ -126,7 +131,7 @@ def _make_impl(backend: Any, config: Any, shape: Shape, batch: Batch, heads: int
         qk_head_dim=hf.qk_nope_head_dim + ROPE_DIM,
         v_head_dim=hf.v_head_dim,
         kv_b_proj=None,
-        topk_indices_buffer=batch.topk,
+        topk_indices_buffer=topk,
     )
 
 

@@ -1,7 +1,7 @@
 """A random batch, its paged cache sharded over ranks, and what attention over it must give.
 
-The expected result is computed in float64 from the unsharded tensors: no kernel, index conversion
-or merge of the package or of vLLM takes part in it.
+The expected result is computed in float64 from the unsharded tensors: no kernel, metadata, index
+conversion or merge of the package or of vLLM takes part in it.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Batch:
     Attributes:
         query: ``[T, H, 576]`` bf16 or float8_e4m3fn; T includes padding.
         keys: per request ``[L, 576]``, of the query's dtype.
-        topk: ``[T, topk]`` int32 positions inside the token's request, -1 behind the last one.
+        scores: per request ``[L]`` float32, the indexer's; a token attends the best it may see.
         token_request: request of each token, without padding.
         query_scale, key_scale: value of one unit of a quantised tensor; 1 for bf16.
     """
 
     query: torch.Tensor
     keys: list[torch.Tensor]
-    topk: torch.Tensor
+    scores: list[torch.Tensor]
     token_request: list[int]
     query_scale: float
     key_scale: float
@@ -86,14 +86,19 @@ def make_batch(shape: Shape, seed: int) -> Batch:
 
     query = normal(total, shape.num_heads, HEAD_DIM, unit=query_scale)
     keys = [normal(length, HEAD_DIM, unit=key_scale) for length in shape.seq_lens]
-    topk = torch.full((total, shape.topk), -1, dtype=torch.int32)
-    token_request: list[int] = []
+    scores = [torch.rand(length, generator=draw) for length in shape.seq_lens]
+    token_request = [r for r, queries in enumerate(shape.query_lens) for _ in range(queries)]
+    return Batch(query, keys, scores, token_request, query_scale, key_scale)
+
+
+def chosen_keys(shape: Shape, batch: Batch) -> list[torch.Tensor]:
+    """The positions that each token attends: the best scores among those it may see."""
+    chosen = []
     for request, (length, queries) in enumerate(zip(shape.seq_lens, shape.query_lens, strict=True)):
         for position in range(length - queries, length):
-            visible = torch.randperm(position + 1, generator=draw)[: shape.topk]
-            topk[len(token_request), : len(visible)] = visible.int()
-            token_request.append(request)
-    return Batch(query, keys, topk, token_request, query_scale, key_scale)
+            visible = batch.scores[request][: position + 1]
+            chosen.append(visible.topk(min(shape.topk, len(visible))).indices)
+    return chosen
 
 
 def shard_cache(
@@ -130,9 +135,9 @@ def shard_cache(
 def expected_output(shape: Shape, batch: Batch, scale: float) -> torch.Tensor:
     """Attention of every token over the keys it selected, ``[T, H, 512]`` float64, padding 0."""
     out = torch.zeros(len(batch.query), shape.num_heads, LATENT_DIM, dtype=torch.float64)
+    chosen = chosen_keys(shape, batch)
     for token, request in enumerate(batch.token_request):
-        chosen = batch.topk[token]
-        keys = batch.keys[request].double()[chosen[chosen >= 0].long()] * batch.key_scale
+        keys = batch.keys[request].double()[chosen[token]] * batch.key_scale
         scores = batch.query[token].double() @ keys.T * (batch.query_scale * scale)
         out[token] = torch.softmax(scores, dim=-1) @ keys[:, :LATENT_DIM]
     return out

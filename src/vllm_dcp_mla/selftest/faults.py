@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 FAULTS = {
     "lse-base": "the LSE is handed over in the other base",
     "empty-row": "rows without local tokens leave with LSE 0 instead of -inf",
-    "local-length": "a rank counts its tokens by the wrong interleave",
+    "local-length": "the indexer counts a rank's tokens by the wrong interleave",
 }
 
 
@@ -53,12 +52,13 @@ def _empty_row(backend: Any) -> Any:
 
 
 def _local_length(backend: Any) -> Any:
-    builder = backend.get_builder_cls()
-    right = builder.build
+    from ..indexer.builder import DcpIndexerBuilder
 
-    def wrong(*args: Any) -> Any:
-        metadata = right(*args)
-        other = 64 if metadata.cp_kv_cache_interleave_size == 1 else 1
-        return replace(metadata, cp_kv_cache_interleave_size=other)
+    right = DcpIndexerBuilder.build
 
-    return mock.patch.object(builder, "build", wrong)
+    def wrong(builder: Any, *args: Any) -> Any:
+        other = 64 if builder.cp_kv_cache_interleave_size == 1 else 1
+        builder.cp_kv_cache_interleave_size = builder.compressed_cp_interleave_size = other
+        return right(builder, *args)
+
+    return mock.patch.object(DcpIndexerBuilder, "build", wrong)

@@ -50,8 +50,12 @@ def prepare() -> None:
     from ..plugin import register
 
     register()
-    from ..backends import trtllm  # noqa: F401
+    import vllm.model_executor.models.deepseek_v2
 
+    from ..backends import trtllm  # noqa: F401
+    from ..indexer import hooks
+
+    hooks.install()
     _complete_interpreted_merge()
 
 

@@ -1,0 +1,79 @@
+"""The indexer's choice of keys under DCP: our metadata builder, everything else in plain torch.
+
+Each rank scores the keys it stores up to the bound that the builder gives a row and keeps its best;
+the ranks choose among what they exchange, as vLLM does with kernels that need a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+from .batch import Batch, Shape
+
+
+def select_keys(group: Any, config: Any, shape: Shape, batch: Batch, common: Any) -> torch.Tensor:
+    """The positions each token attends, ``[T, topk]`` int32, -1 behind the last one.
+
+    Args:
+        group: vLLM's DCP group.
+        config: the engine's configuration.
+        shape: the batch's shape.
+        batch: the batch, whole.
+        common: vLLM's metadata of the batch on this rank, without padding.
+    """
+    rank, dcp, interleave = group.rank_in_group, group.world_size, shape.interleave
+    metadata = _make_builder(config, shape, common).build(0, common)
+    bounds = _row_bounds(metadata, shape.num_tokens)
+    best = torch.full((shape.num_tokens, shape.topk, 2), float("-inf"))
+    for token, request in enumerate(batch.token_request):
+        local = torch.arange(int(bounds[token]))
+        positions = (local // interleave * dcp + rank) * interleave + local % interleave
+        # A bound that is too large names keys past the request's end: they have no score.
+        positions = positions[positions < len(batch.scores[request])]
+        scores = batch.scores[request][positions]
+        kept = scores.topk(min(shape.topk, len(scores)))
+        best[token, : len(kept.indices), 0] = kept.values
+        best[token, : len(kept.indices), 1] = positions[kept.indices].float()
+    candidates = group.all_gather(best, dim=1)
+    chosen = candidates[..., 0].topk(shape.topk, dim=1)
+    positions = candidates[..., 1].gather(1, chosen.indices)
+    topk = torch.full((len(batch.query), shape.topk), -1, dtype=torch.int32)
+    topk[: shape.num_tokens] = torch.where(chosen.values.isinf(), -1.0, positions).int()
+    return topk
+
+
+def _make_builder(config: Any, shape: Shape, common: Any) -> Any:
+    from vllm.v1.attention.backends.mla import indexer
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    from ..indexer.builder import DcpIndexerBuilder
+
+    spec = MLAAttentionSpec(
+        block_size=shape.block_size, num_kv_heads=1, head_size=128, dtype=torch.uint8
+    )
+    width = common.block_table_tensor.shape[1]
+    with mock.patch.object(indexer, "num_compute_units", return_value=1):
+        builder = DcpIndexerBuilder(
+            spec, ["indexer"], config, torch.device("cpu"), block_table_width=width
+        )
+    # As in an engine that drafts as many tokens as the batch's decodes have.
+    builder.decode_threshold = max([1, *shape.query_lens[: shape.num_decodes]])
+    builder.num_speculative_tokens = builder.decode_threshold - 1
+    builder.use_flattening = builder.num_speculative_tokens > 0
+    return builder
+
+
+def _row_bounds(metadata: Any, num_tokens: int) -> torch.Tensor:
+    """How many of this rank's keys each query row may see, ``[num_tokens]``."""
+    bounds = torch.full((num_tokens,), -1)
+    if metadata.decode is not None:
+        bounds[: metadata.num_decode_tokens] = metadata.decode.seq_lens.reshape(-1).long()
+    if metadata.prefill is not None:
+        for chunk in metadata.prefill.chunks:
+            rows = slice(chunk.token_start, chunk.token_end)
+            bounds[rows] = (chunk.cu_seqlen_ke - chunk.cu_seqlen_ks).long()
+    assert bool((bounds >= 0).all()), "a row without bounds"
+    return bounds
