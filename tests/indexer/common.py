@@ -29,7 +29,7 @@ def on_device(tensor):
 @contextmanager
 def builder(
     *, ours=True, rank=0, dcp=4, pcp=1, interleave=1, mtp=0, settings=None, model="glm-5.2",
-    flatten=None,
+    flatten=None, device="cpu",
 ):  # fmt: skip
     """Yields a builder of that rank of TP8; ``flatten`` forces the per-token decode path."""
     from vllm.config import set_current_vllm_config
@@ -44,6 +44,7 @@ def builder(
 
     hooks.install()
     config = world.engine_config(load_config(model), 8, dcp, "ag_rs")
+    config.scheduler_config.max_num_batched_tokens = 2048
     config.parallel_config.cp_kv_cache_interleave_size = interleave
     config.parallel_config.prefill_context_parallel_size = pcp
     config.attention_config.sparse_mla_prefill_workspace_factor = 5
@@ -62,7 +63,7 @@ def builder(
         mock.patch.object(indexer, "num_compute_units", lambda index: 132),
         mock.patch.object(type(config), "num_speculative_tokens", mtp),
     ):
-        made = cls(spec, ["l"], config, torch.device("cpu"), block_table_width=WIDTH)
+        made = cls(spec, ["l"], config, torch.device(device), block_table_width=WIDTH)
         if flatten is not None:
             made.use_flattening = flatten
         yield made
