@@ -47,7 +47,7 @@ def rows_of(metadata):
 @pytest.mark.parametrize("rank", [0, 7])
 def test_build_never_waits_for_the_gpu(batch, rank):
     """With vLLM's own check, which also sees copies from pageable memory."""
-    from common import builder, common_metadata
+    from indexer_batches import builder, common_metadata
     from vllm.utils import gpu_sync_debug
 
     seq_lens, query_lens, decodes, mtp = BATCHES[batch]
@@ -66,7 +66,7 @@ def test_build_never_waits_for_the_gpu(batch, rank):
 
 
 def test_stocks_prefill_build_waits():
-    from common import builder, common_metadata
+    from indexer_batches import builder, common_metadata
     from vllm.utils import gpu_sync_debug
 
     seq_lens, query_lens, decodes, _ = BATCHES["prefill"]
@@ -170,14 +170,10 @@ def test_deepgemm_does_nothing_with_an_empty_schedule():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_the_reference_kernel_runs_on_a_gpu(dtype):
-    import importlib.util
     from dataclasses import replace
 
-    spec = importlib.util.spec_from_file_location(
-        "kernel_common", Path(__file__).parents[1] / "kernels" / "common.py"
-    )
-    common = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(common)
+    import kernel_batches as common
+
     from vllm_dcp_mla.kernels import load_kernel
     from vllm_dcp_mla.kernels.base import LaunchBuffers
     from vllm_dcp_mla.kernels.split import launch_split

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 
 torch = pytest.importorskip("torch")
-from common import WIDTH, DeviceTensor, builder, common_metadata, on_device  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from indexer_batches import WIDTH, DeviceTensor, builder, common_metadata, on_device  # noqa: E402
 
 from vllm_dcp_mla.topology import local_seq_len, local_seq_lens  # noqa: E402
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 torch = pytest.importorskip("torch")
-from common import builder, common_metadata  # noqa: E402
+from indexer_batches import builder, common_metadata  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
 

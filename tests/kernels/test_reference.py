@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 torch = pytest.importorskip("torch")
-from common import NOPE, expected, make_batch, make_buffers  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from kernel_batches import NOPE, expected, make_batch, make_buffers  # noqa: E402
 
 from vllm_dcp_mla.kernels import load_kernel  # noqa: E402
 

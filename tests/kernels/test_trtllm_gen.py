@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 torch = pytest.importorskip("torch")
-from common import NOPE, make_batch, make_buffers  # noqa: E402
+from kernel_batches import NOPE, make_batch, make_buffers  # noqa: E402
 
 from vllm_dcp_mla.kernels import load_kernel  # noqa: E402
 
