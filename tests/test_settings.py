@@ -8,6 +8,10 @@ def test_defaults():
     assert Settings().slab_limit_bytes == 537_919_488
 
 
+def test_an_empty_variable_is_an_unset_one():
+    assert load_settings(None, {"VLLM_DCP_MLA_KERNEL": "", "VLLM_DCP_MLA_DISABLE": ""}) == Settings()
+
+
 def test_configuration_wins_over_environment():
     env = {"VLLM_DCP_MLA_KERNEL": "reference", "VLLM_DCP_MLA_SLAB_LIMIT_BYTES": "3000000"}
     assert load_settings(None, env).kernel == "reference"

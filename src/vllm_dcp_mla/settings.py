@@ -84,7 +84,8 @@ def load_settings(
             f'--additional-config "{CONFIG_KEY}" has {key}, which is read before the configuration '
             f"exists; set {env_name(key)}=1 instead."
         )
-    values = {n: environ[env_name(n)] for n in Settings.model_fields if env_name(n) in environ}
+    # An empty variable is an unset one, as for shells and vLLM's launch scripts.
+    values = {n: text for n in Settings.model_fields if (text := environ.get(env_name(n)))}
     try:
         return Settings.model_validate({**values, **section})
     except ValidationError as error:
