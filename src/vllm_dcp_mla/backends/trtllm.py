@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .. import device_buffer
-from ..compat import sleep
+from ..compat import a2a, sleep
 from ..kernels import load_kernel
 from ..kernels.base import MlaDims, SparseMlaBatch
 from ..kernels.split import clear_empty_rows, launch_split
@@ -64,6 +64,7 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
         )
         self._plan = self._plan_for(heads)
         sleep.install()
+        a2a.install()
 
     def _plan_for(self, heads: int) -> WorkspacePlan:
         self._buffers, plan = device_buffer.acquire(

@@ -23,6 +23,7 @@ _WORKER = "vllm/v1/worker/gpu_worker.py"
 
 _INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
 _MODEL = "vllm/model_executor/models/deepseek_v2.py"
+_DCP = "vllm/v1/attention/ops/dcp.py"
 _DEEP_GEMM = "vllm/utils/deep_gemm.py"
 _WARMUP = "vllm/model_executor/warmup/jit_warmup.py"
 _TRITON = "vllm/model_executor/warmup/jit_warmup_triton_helper.py"
@@ -91,6 +92,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(_FLASHMLA, "FlashMLASparseBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_WORKER, "Worker.wake_up", ("tags",)),
+    Symbol(_DCP, "_dcp_a2a_pack_send", ("seq_lens", "query_start_loc")),
     Symbol(_MODEL, "DeepseekV32IndexerBackend"),
     Symbol(_MODEL, "DeepseekV32IndexerCache.get_attn_backend"),
     Symbol(_INDEXER, "DeepseekV32IndexerMetadataBuilder.__init__", ("block_table_width",)),
