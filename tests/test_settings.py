@@ -9,7 +9,8 @@ def test_defaults():
 
 
 def test_an_empty_variable_is_an_unset_one():
-    assert load_settings(None, {"VLLM_DCP_MLA_KERNEL": "", "VLLM_DCP_MLA_DISABLE": ""}) == Settings()
+    env = {"VLLM_DCP_MLA_KERNEL": "", "VLLM_DCP_MLA_DISABLE": ""}
+    assert load_settings(None, env) == Settings()
 
 
 def test_configuration_wins_over_environment():

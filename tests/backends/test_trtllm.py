@@ -118,6 +118,11 @@ def test_both_members_and_every_layer_share_one_buffer():
 
 
 @pytest.mark.parametrize("member", [0, 1])
+def test_mtp_works_with_any_interleave(member):
+    assert backends()[member].get_impl_cls().supports_mtp_with_cp_non_trivial_interleave_size
+
+
+@pytest.mark.parametrize("member", [0, 1])
 def test_lse_has_the_base_that_the_class_declares(member):
     with engine() as config:
         impl = make_impl(backends()[member], config)

@@ -240,8 +240,12 @@ def test_pcp_rows_are_bounded_globally_with_the_same_kernel():
         assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field
 
 
-@pytest.mark.parametrize(("lengths", "asked"), [([1, 1], False), ([1, 40], True)])
-def test_a_rank_without_keys_asks_deepgemm_for_nothing(lengths, asked):
+@pytest.mark.parametrize("mtp", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("lengths", "prefill", "asked"),
+    [([4, 4], 0, False), ([4, 40], 0, True), ([40, 4], 0, True), ([4, 4], 30, False)],
+)
+def test_a_rank_without_keys_asks_deepgemm_for_nothing(lengths, prefill, asked, mtp):
     """All-zero context lengths crashed older DeepGEMM; and there is nothing to schedule."""
     from vllm.v1.attention.backends.mla import indexer
 
@@ -255,14 +259,17 @@ def test_a_rank_without_keys_asks_deepgemm_for_nothing(lengths, asked):
         mock.patch.object(indexer.current_platform, "is_cuda", lambda: True, create=True),
         mock.patch.object(indexer, "has_deep_gemm", lambda: True),
         mock.patch("vllm.utils.deep_gemm._paged_mqa_logits_schedule_slots", lambda sms, n: sms),
-        builder(rank=7, dcp=8) as made,
+        builder(rank=7, dcp=8, mtp=mtp, flatten=mtp > 1) as made,
+        mock.patch.object(indexer, "_supports_native_decode", lambda next_n: True),
     ):
         dispatch = indexer.get_paged_mqa_logits_metadata
         closure = dict(zip(dispatch.__code__.co_freevars, dispatch.__closure__, strict=True))
         stock = closure["stock"].cell_contents
         closure["stock"].cell_contents = deepgemm
         try:
-            common = common_metadata(lengths, [1, 1], 2, 7, 8)
+            queries = [1 + mtp] * 2 + [prefill] * bool(prefill)
+            lengths = [*lengths, 100][: len(queries)]
+            common = common_metadata(lengths, queries, 2, 7, 8)
             decode = made.build(0, common).decode
         finally:
             closure["stock"].cell_contents = stock

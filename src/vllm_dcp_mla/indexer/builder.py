@@ -55,19 +55,18 @@ class DcpIndexerBuilder(DeepseekV32IndexerMetadataBuilder):
                 f"{self.vllm_config.model_config.max_model_len}, dcp {self.dcp_world_size}); it "
                 "would lose the last ones. Please report this with the vLLM version."
             )
-        empty = self._has_no_local_keys(common_attn_metadata)
-        with hooks.building(self._no_work if empty else None):
+        with hooks.building(self._no_work, *self._leading_empty(common_attn_metadata)):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
-    def _has_no_local_keys(self, common: Any) -> bool:
-        """Whether this rank certainly stores no key of any request of the step."""
+    def _leading_empty(self, common: Any) -> tuple[int, int]:
+        """How many requests, and query tokens of them, come before the first with keys here."""
         lengths = common.seq_lens_cpu_upper_bound
-        if lengths is None or common.dcp_local_seq_lens is None:
-            return False
-        local = local_lengths(
-            lengths, self.dcp_rank, self.dcp_world_size, self.cp_kv_cache_interleave_size
-        )
-        return not bool(local.any())
+        if lengths is None or not len(lengths):
+            return 0, 0
+        # A rank stores something of every request that is longer than its first turn begins.
+        holds = lengths > self.dcp_rank * self.cp_kv_cache_interleave_size
+        requests = int(holds.int().argmax()) if bool(holds.any()) else len(lengths)
+        return requests, int(common.query_start_loc_cpu[requests])
 
     def _prefill_split_seq_lens(self, seq_lens_cpu: torch.Tensor) -> torch.Tensor:
         """The lengths that chunks are budgeted by: what the fullest rank stores of each request.

@@ -41,7 +41,14 @@ MODEL_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa", "deepseek_mtp"})
 @dataclass(slots=True)
 class _Running:
     chunks: ChunkBuild
-    no_work: torch.Tensor | None
+    no_work: torch.Tensor
+    empty_requests: int
+    empty_tokens: int
+
+    def schedules_nothing(self, context_lens: torch.Tensor) -> bool:
+        """Whether all these decode rows are of requests that this rank stores no key of."""
+        rows, next_n = context_lens.shape if context_lens.dim() == 2 else (len(context_lens), 1)
+        return rows <= (self.empty_tokens if next_n == 1 else self.empty_requests)
 
 
 _running: ContextVar[_Running | None] = ContextVar("dcp_mla_indexer_build", default=None)
@@ -59,16 +66,20 @@ def serves(vllm_config: Any) -> bool:
 
 
 @contextmanager
-def building(no_work: torch.Tensor | None) -> Iterator[None]:
+def building(no_work: torch.Tensor, empty_requests: int, empty_tokens: int) -> Iterator[None]:
     """While it runs, stock's ``build()`` gets its chunks from us.
 
+    Decodes come first in a batch. Where this rank stores no key of any of them, DeepGEMM is not
+    asked for a schedule: releases of it read past lengths that are all zero.
+
     Args:
-        no_work: an empty DeepGEMM schedule, where this rank stores no key at all: DeepGEMM is then
-            not asked for one (its releases before 2026 read past lengths that are all zero).
+        no_work: ``[slots + 1, 2]`` int32, an empty DeepGEMM schedule.
+        empty_requests: requests at the front that this rank stores no key of.
+        empty_tokens: their query tokens.
     """
     from .chunks import ChunkBuild
 
-    token = _running.set(_Running(ChunkBuild(), no_work))
+    token = _running.set(_Running(ChunkBuild(), no_work, empty_requests, empty_tokens))
     try:
         yield
     finally:
@@ -119,7 +130,7 @@ def _dispatch_schedule(indexer: Any) -> None:
         context_lens: torch.Tensor, block_size: int, num_sms: int, **kwargs: Any
     ) -> torch.Tensor:
         running = _running.get()
-        if running is None or running.no_work is None:
+        if running is None or not running.schedules_nothing(context_lens):
             return stock(context_lens, block_size, num_sms, **kwargs)
         next_n = context_lens.shape[1] if context_lens.dim() == 2 else 1
         return running.no_work[: _paged_mqa_logits_schedule_slots(num_sms, next_n) + 1]
