@@ -24,8 +24,10 @@ def launch_split(
         launched = replace(batch, counts=batch.counts.clamp_min(1))
     else:
         launched = batch
-    for rows in plan.launches(batch.query.shape[0]):
-        kernel.launch(launched.tokens(rows), buffers)
+    launches = plan.launches(batch.query.shape[0])
+    for rows in launches:
+        # A decode step is one launch: spare it the views.
+        kernel.launch(launched if len(launches) == 1 else launched.tokens(rows), buffers)
     clear_empty_rows(batch.out, batch.lse, batch.counts)
 
 
