@@ -24,6 +24,14 @@ def test_size_at_the_default_limit(heads):
     assert not buffers.workspace[:: 1 << 20].any()
 
 
+def test_buffers_are_zero_whatever_lay_there(monkeypatch):
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: real(*a, **k).fill_(1))
+    buffers, _ = acquire(8, 16)
+    assert not buffers.workspace[::4096].any()
+    assert not buffers.counters.any()
+
+
 def test_one_buffer_a_device():
     first, _ = acquire()
     again, _ = acquire()

@@ -1,4 +1,4 @@
-"""The entry point that vLLM calls in every process; standard library only until it registers.
+"""The entry point that vLLM calls in every process; importing it loads the standard library only.
 
 ``register`` points members of vLLM's backend registry at :mod:`.backends.members`, by path: nothing
 of it is imported before vLLM selects a backend.
@@ -72,7 +72,10 @@ def why_off() -> str | None:
             f"vLLM {found} is outside the tested range {versions.TESTED}; install one inside "
             f"it, or set {env_name('allow_untested')}=1 to try this one."
         )
-    missing = missing_symbols()
+    try:
+        missing = missing_symbols()
+    except (OSError, SyntaxError, ValueError) as error:
+        missing = [f"its source cannot be read ({error})"]
     if missing:
         return (
             f"vLLM {found} differs from what this package relies on: {'; '.join(missing)}; "
@@ -98,8 +101,10 @@ def _override_members() -> list[str]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     served = []
+    # All are looked up before the first is overridden: never half on.
+    members = {name: AttentionBackendEnum[name] for name in OVERRIDES}
     for name, path in OVERRIDES.items():
-        member = AttentionBackendEnum[name]
+        member = members[name]
         if member.is_overridden() and member.get_path() != path:
             logger.warning(
                 "%s is already overridden by %s and is left alone; DCP on it is not served by "

@@ -60,20 +60,22 @@ def env_name(setting: str) -> str:
 
 
 def load_settings(
-    additional_config: Mapping[str, Any] | None = None,
+    additional_config: Any = None,
     environ: Mapping[str, str] | None = None,
 ) -> Settings:
     """Reads all settings.
 
     Args:
-        additional_config: vLLM's ``additional_config``; None before there is one.
+        additional_config: vLLM's ``additional_config``, a dictionary; None before there is one.
         environ: the environment; ``os.environ`` by default.
 
     Raises:
         SettingsError: an unknown key or a value that does not fit.
     """
     environ = os.environ if environ is None else environ
-    section = (additional_config or {}).get(CONFIG_KEY) or {}
+    # vLLM also takes objects of other platforms here, which hold nothing of ours.
+    known = additional_config if isinstance(additional_config, Mapping) else {}
+    section = known.get(CONFIG_KEY) or {}
     if not isinstance(section, Mapping):
         raise SettingsError(
             f'--additional-config "{CONFIG_KEY}" is {section!r}; it must be an object of settings '

@@ -55,6 +55,14 @@ def test_names_stay_stocks(name):
     assert resolve(name, dcp=2).get_name() in AttentionBackendEnum.__members__
 
 
+@pytest.mark.parametrize(("dcp", "installed"), [(2, True), (1, False)])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_indexers_patches_come_with_the_first_class_of_ours(name, dcp, installed):
+    with mock.patch("vllm_dcp_mla.indexer.hooks.install") as install:
+        resolve(name, dcp=dcp)
+    assert bool(install.call_count) is installed
+
+
 def test_an_unknown_name_is_an_attribute_error():
     from vllm_dcp_mla.backends import members
 

@@ -71,6 +71,7 @@ def backends():
     return trtllm.DcpFlashInferMLASparseBackend, trtllm.DcpFlashAttnMLASparseFA4Backend
 
 
+HEADS = {"glm-5.2": 64, "deepseek-v3.2": 128}
 LAYER = SimpleNamespace(_q_scale_float=3.0, _k_scale_float=5.0)
 
 
@@ -106,8 +107,11 @@ def test_workspace_is_bounded_whatever_the_step(member, model):
         impl = make_impl(backends()[member], config)
     (buffers,) = device_buffer._BY_DEVICE.values()
     assert buffers.workspace.numel() == 951_058_432
-    assert impl._plan.num_heads == config.model_config.hf_text_config.num_attention_heads
-    assert impl._plan.tokens_per_launch == 4096 * 64 // impl._plan.num_heads
+    assert (
+        impl._plans[HEADS[model]].num_heads
+        == config.model_config.hf_text_config.num_attention_heads
+    )
+    assert impl._plans[HEADS[model]].tokens_per_launch == 4096 * 64 // HEADS[model]
 
 
 def test_both_members_and_every_layer_share_one_buffer():
@@ -167,23 +171,43 @@ def test_tokens_are_split_to_fit():
     one_row = 64 * 2048
     with engine(settings={"slab_limit_bytes": 3 * one_row + (1 << 20)}) as config:
         impl = make_impl(backends()[0], config)
-        assert impl._plan.tokens_per_launch == 3
-        launches = []
-        real = impl._kernel.launch
-        impl._kernel.launch = lambda batch, buffers: (
-            launches.append(len(batch.query)),
-            real(batch, buffers),
-        )
+        assert impl._plans[64].tokens_per_launch == 3
+        launches = spy_on_launches(impl)
         run(impl, tokens=8, counts=(1,) * 8)
     assert launches == [3, 3, 2]
 
 
 def test_heads_that_were_not_planned_for_are_planned_at_once():
-    with engine() as config:
+    one_row = 64 * 2048
+    with engine(settings={"slab_limit_bytes": 4 * one_row + (1 << 20)}) as config:
         impl = make_impl(backends()[0], config)
+        launches = spy_on_launches(impl)
         *_, out, lse = run(impl, heads=128)
+    assert launches == [2, 2]
     assert out.shape == (4, 128, 512)
     assert lse.shape == (4, 128)
+
+
+def test_an_engine_installs_the_patches_it_needs():
+    with (
+        engine() as config,
+        mock.patch("vllm_dcp_mla.compat.sleep.install") as sleep,
+        mock.patch("vllm_dcp_mla.compat.a2a.install") as a2a,
+    ):
+        make_impl(backends()[0], config)
+    assert sleep.call_count == a2a.call_count == 1
+
+
+def spy_on_launches(impl):
+    """The rows of each launch from now on."""
+    launches, real = [], impl._kernel.launch
+
+    def launch(batch, buffers):
+        launches.append(len(batch.query))
+        real(batch, buffers)
+
+    impl._kernel.launch = launch
+    return launches
 
 
 def test_a_nope_model_with_empty_rows():

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from indexer_batches import WIDTH, DeviceTensor, builder, common_metadata, on_device  # noqa: E402
+from indexer_batches import WIDTH, HostReads, builder, common_metadata, on_device  # noqa: E402
 
 from vllm_dcp_mla.topology import local_seq_len, local_seq_lens  # noqa: E402
 
@@ -16,18 +16,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
 
 
 @pytest.fixture
-def plain_kernel():
-    """The reference instead of the Triton kernel, whose interpreter copies tensors to the host."""
-    from vllm_dcp_mla.indexer import chunk_kernel
+def no_kernels():
+    """No kernel is launched: their inputs may have no values."""
+    from vllm.v1.attention.backends.mla import indexer
 
-    def launch(**arguments):
-        plain = {
-            name: value.as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else value
-            for name, value in arguments.items()
-        }
-        chunk_kernel.reference_chunk_bounds(**plain)
-
-    with mock.patch("vllm_dcp_mla.indexer.chunks.write_chunk_bounds", launch):
+    with (
+        mock.patch("vllm_dcp_mla.indexer.chunks.write_chunk_bounds"),
+        mock.patch.object(indexer, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL"),
+        mock.patch.object(indexer, "_PREPARE_UNIFORM_DECODE_KERNEL"),
+    ):
         yield
 
 
@@ -165,24 +162,27 @@ BATCHES = {
     "decode": ([70, 5, 300], [1, 1, 1], 3),
     "prefill": ([70, 500], [60, 100], 0),
     "mixed": ([70, 5, 500], [1, 1, 90], 2),
+    "nothing stored here": ([1, 1], [1, 1], 2),
 }
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.usefixtures("plain_kernel")
-def test_nothing_waits_for_the_gpu(batch):
-    with builder(dcp=8, settings={"merge_limit_bytes": 40 * 2048 * 8 * 9}) as made:
+@pytest.mark.usefixtures("no_kernels")
+def test_nothing_is_read_back_from_the_gpu(batch):
+    limit = {"merge_limit_bytes": 40 * 2048 * 8 * 9}
+    with builder(dcp=8, settings=limit, device="meta") as made, HostReads() as reads:
         metadata = made.build(0, common_metadata(*BATCHES[batch], 0, 8, wrap=on_device))
-    assert isinstance(metadata.seq_lens, DeviceTensor)
+    assert reads.count == 0
+    assert metadata.seq_lens.is_meta
 
 
-@pytest.mark.usefixtures("plain_kernel")
-def test_stock_waits_twice_a_chunk():
-    with (
-        builder(ours=False, dcp=8) as made,
-        pytest.raises(AssertionError, match=r"item\(\) of a device tensor waits"),
-    ):
-        made.build(0, common_metadata(*BATCHES["prefill"], 0, 8, wrap=on_device))
+@pytest.mark.usefixtures("no_kernels")
+def test_stock_reads_back_twice_a_chunk():
+    with builder(ours=False, dcp=8, device="meta") as made, HostReads() as reads:
+        made.max_prefill_buffer_size = 100  # one chunk a request
+        metadata = made.build(0, common_metadata([90, 90, 90], [9, 9, 9], 0, 0, 8, wrap=on_device))
+    assert len(metadata.prefill.chunks) == 3
+    assert reads.count == 6
 
 
 def test_metadata_is_stocks_where_chunks_are():
@@ -204,19 +204,20 @@ def test_metadata_is_stocks_where_chunks_are():
     assert torch.equal(made[True].decode.seq_lens, made[False].decode.seq_lens)
 
 
-def test_pcp_rows_are_bounded_globally_with_the_same_kernel():
+# The last: a rank with a short tail has no rows left for the plan's last part.
+@pytest.mark.parametrize(
+    "rows", [None, slice(0, 40), slice(10, 150), slice(150, 200), slice(170, 190)]
+)
+def test_pcp_rows_are_bounded_globally_with_the_same_kernel(rows):
     import numpy as np
-    from vllm.v1.attention.backends.mla.indexer import build_pcp_global_chunk_plan
+    from vllm.v1.attention.backends.mla import indexer
 
     from vllm_dcp_mla.indexer.chunks import ChunkBuild
 
     lengths, queries = [70, 500], [60, 100]
     common = common_metadata(lengths, queries, 0, 0, 2)
-    plan = build_pcp_global_chunk_plan(
-        np.arange(2), np.array([local_seq_len(n, 0, 2) for n in lengths]), 2, torch.device("cpu")
-    )
-    from vllm.v1.attention.backends.mla import indexer
-
+    shards = np.array([local_seq_len(n, 0, 2) for n in lengths])
+    plan = indexer.build_pcp_global_chunk_plan(np.arange(2), shards, 2, torch.device("cpu"))
     made = [
         function(
             0,
@@ -228,7 +229,7 @@ def test_pcp_rows_are_bounded_globally_with_the_same_kernel():
             common.seq_lens_cpu_upper_bound,
             common.block_table_tensor,
             1,
-            query_slice=slice(10, 150),
+            query_slice=rows,
             dcp_rank=1,
             dcp_world_size=2,
             pcp_plan=plan,
@@ -240,12 +241,33 @@ def test_pcp_rows_are_bounded_globally_with_the_same_kernel():
         assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field
 
 
+def test_with_pcp_no_chunk_is_cut_for_an_exchange_that_does_not_happen():
+    limit = {"merge_limit_bytes": 10 * 2048 * 8 * 3}
+    spans = [(slice(0, 1), slice(0, 100))]
+    for pcp, chunks in ((1, 10), (2, 1)):
+        with builder(dcp=2, pcp=pcp, settings=limit) as made:
+            lengths, queries = torch.tensor([500]), torch.tensor([100])
+            split = made._split_indexer_prefill_chunks(lengths, queries, 10_000, 1 << 30)
+        assert len(split) == chunks
+    assert split == spans
+
+
+@pytest.mark.parametrize("interleave", [1, 64])
 @pytest.mark.parametrize("mtp", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("lengths", "prefill", "asked"),
-    [([4, 4], 0, False), ([4, 40], 0, True), ([40, 4], 0, True), ([4, 4], 30, False)],
+    ("longer", "prefill", "padding", "asked"),
+    [
+        ((0, 0), 0, 0, False),  # rank 7 stores nothing of requests of 7 turns
+        ((0, 1), 0, 0, True),
+        ((1, 0), 0, 0, True),
+        ((0, 0), 30, 0, False),
+        ((0, 0), 0, 2, False),
+        ((0, 1), 0, 2, True),
+    ],
 )
-def test_a_rank_without_keys_asks_deepgemm_for_nothing(lengths, prefill, asked, mtp):
+def test_a_rank_without_keys_asks_deepgemm_for_nothing(
+    longer, prefill, padding, asked, mtp, interleave
+):
     """All-zero context lengths crashed older DeepGEMM; and there is nothing to schedule."""
     from vllm.v1.attention.backends.mla import indexer
 
@@ -255,11 +277,16 @@ def test_a_rank_without_keys_asks_deepgemm_for_nothing(lengths, prefill, asked, 
         calls.append(context_lens.clone())
         return torch.ones(num_sms + 1, 2, dtype=torch.int32)
 
+    queries = [1 + mtp] * 2 + [prefill] * bool(prefill)
+    lengths = [7 * interleave + more for more in longer] + [600] * bool(prefill)
+    common = common_metadata(lengths, queries, 2, 7, 8, interleave)
+    if padding:  # as a CUDA graph's: requests without length or query, tokens of nobody
+        common = pad(common, requests=padding, tokens=padding * (1 + mtp))
     with (
         mock.patch.object(indexer.current_platform, "is_cuda", lambda: True, create=True),
         mock.patch.object(indexer, "has_deep_gemm", lambda: True),
         mock.patch("vllm.utils.deep_gemm._paged_mqa_logits_schedule_slots", lambda sms, n: sms),
-        builder(rank=7, dcp=8, mtp=mtp, flatten=mtp > 1) as made,
+        builder(rank=7, dcp=8, mtp=mtp, flatten=mtp > 1, interleave=interleave) as made,
         mock.patch.object(indexer, "_supports_native_decode", lambda next_n: True),
     ):
         dispatch = indexer.get_paged_mqa_logits_metadata
@@ -267,15 +294,61 @@ def test_a_rank_without_keys_asks_deepgemm_for_nothing(lengths, prefill, asked, 
         stock = closure["stock"].cell_contents
         closure["stock"].cell_contents = deepgemm
         try:
-            queries = [1 + mtp] * 2 + [prefill] * bool(prefill)
-            lengths = [*lengths, 100][: len(queries)]
-            common = common_metadata(lengths, queries, 2, 7, 8)
             decode = made.build(0, common).decode
         finally:
             closure["stock"].cell_contents = stock
     assert bool(calls) is asked
     assert all(call.any() for call in calls)
     assert bool(decode.schedule_metadata.any()) is asked
+
+
+def pad(common, requests, tokens):
+    starts = torch.cat((common.query_start_loc, common.query_start_loc[-1:].repeat(requests)))
+    lengths = torch.cat((common.seq_lens, torch.zeros(requests, dtype=torch.int32)))
+    return common.replace(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths,
+        dcp_local_seq_lens=torch.zeros_like(lengths),
+        block_table_tensor=torch.zeros(len(lengths), WIDTH, dtype=torch.int32),
+        num_reqs=len(lengths),
+        num_actual_tokens=common.num_actual_tokens + tokens,
+        is_prefilling=torch.zeros(len(lengths), dtype=torch.bool),
+    )
+
+
+@pytest.mark.parametrize(
+    ("enabled", "collecting", "registered", "compiled"),
+    [(True, True, 1, 0), (True, False, 0, 1), (False, True, 0, 1), (False, False, 0, 1)],
+)
+def test_the_kernel_is_warmed_wherever_the_builder_is_made(
+    enabled, collecting, registered, compiled
+):
+    """By vLLM where it collects warm-ups, else at once: no call is the first to compile."""
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
+
+    from vllm_dcp_mla.indexer.builder import DcpIndexerBuilder
+    from vllm_dcp_mla.indexer.chunk_kernel import CHUNK_BOUNDS_KERNEL
+
+    registry = JitWarmupRegistry(None)
+    with builder(dcp=2) as made:
+        made.vllm_config.kernel_config.enable_jit_warmup = enabled
+        with (
+            mock.patch.object(CHUNK_BOUNDS_KERNEL, "warmup") as warmup,
+            mock.patch(
+                "vllm_dcp_mla.indexer.builder.DeepseekV32IndexerMetadataBuilder.__init__",
+                lambda self, *args, **kwargs: self.__dict__.update(
+                    made.__dict__, device=SimpleNamespace(type="cuda")
+                ),
+            ),
+            registry.activate() if collecting else nullcontext(),
+        ):
+            DcpIndexerBuilder()
+    assert (len(registry), warmup.call_count) == (registered, compiled)
 
 
 def test_a_block_table_that_would_be_cut_off_is_refused():

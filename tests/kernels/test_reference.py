@@ -64,7 +64,10 @@ def test_only_the_statistics_are_written():
     ("change", "message"),
     [
         (lambda b: replace(b, query=b.query.half()), "needs one dtype for both"),
-        (lambda b: replace(b, page_size=33), "whole pages of 33"),
+        (lambda b: replace(b, page_size=7), "pages of 7 rows"),
+        (lambda b: replace(b, cache_rows=b.cache_rows[:-1]), "whole pages of 32"),
+        (lambda b: replace(b, topk=b.topk.clamp_max(-1)), "entry is -1, outside the cache's 224"),
+        (lambda b: replace(b, topk=b.topk + 224), "outside the cache's 224"),
         (lambda b: replace(b, dims=NOPE, counts=b.counts * 0), "at least 1 token"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_dcp_mla.planner.libraries import ASSUMED
+from vllm_dcp_mla.compat.libraries import ASSUMED
 from vllm_dcp_mla.planner.plan import make_plan, plan_json
 from vllm_dcp_mla.planner.request import RawRequest, read_request
 from vllm_dcp_mla.settings import Settings

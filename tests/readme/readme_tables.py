@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm_dcp_mla import gathered_heads, plan_workspace, stock_workspace_bytes
 from vllm_dcp_mla.capability import row, serving
-from vllm_dcp_mla.planner.libraries import ASSUMED
+from vllm_dcp_mla.compat.libraries import ASSUMED
 from vllm_dcp_mla.planner.request import RawRequest, read_request
 from vllm_dcp_mla.settings import ENV_ONLY, Settings, env_name
 from vllm_dcp_mla.simulate.gpus import GPUS

@@ -15,8 +15,8 @@ from readme_tables import HEADS_PER_RANK, README, STEPS, updated
 import vllm_dcp_mla
 from vllm_dcp_mla import plan_workspace, stock_workspace_bytes
 from vllm_dcp_mla.capability import TABLE, serving
+from vllm_dcp_mla.compat.libraries import ASSUMED
 from vllm_dcp_mla.compat.versions import TESTED
-from vllm_dcp_mla.planner.libraries import ASSUMED
 from vllm_dcp_mla.planner.request import RawRequest, read_request
 from vllm_dcp_mla.plugin import ALIAS, OVERRIDES
 from vllm_dcp_mla.settings import WORKSPACE_ENV

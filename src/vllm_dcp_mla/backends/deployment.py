@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
-from ..capability import Deployment, Libraries, ModelDims
-from ..compat.installed import installed_version
-
-
-@cache
-def installed_libraries() -> Libraries:
-    """What is installed beside vLLM; for selection inside a vLLM process."""
-    from vllm.v1.attention.backends.mla.flashattn_mla_sparse import _fa4_cute_mla_available
-    from vllm.v1.attention.ops.flashmla import _is_flashmla_available
-
-    return Libraries(
-        flashinfer=installed_version("flashinfer-python") if find_spec("flashinfer") else None,
-        flashmla=_is_flashmla_available()[0],
-        flash_attn_4=_fa4_cute_mla_available() is None,
-    )
+from ..capability import Deployment, ModelDims
+from ..compat.libraries import libraries_here
 
 
 def deployment_of(
@@ -50,6 +35,6 @@ def deployment_of(
             qk_rope_head_dim=hf.qk_rope_head_dim,
             index_topk=getattr(hf, "index_topk", None),
         ),
-        libraries=installed_libraries(),
+        libraries=libraries_here(),
         any_device=any_device,
     )

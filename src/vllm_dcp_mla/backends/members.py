@@ -1,8 +1,9 @@
 """The names that vLLM's backend registry points at: ours under DCP, stock's otherwise.
 
 vLLM resolves a backend by importing a module and reading a name off it, within the configuration of
-the layer that asks. Answering that read here keeps every dcp = 1 engine on stock's own classes,
-whatever else runs in the process.
+the layer that asks. Answering that read here keeps a dcp = 1 engine on stock's own classes. vLLM
+keeps selections for the life of a process, apart by whether DCP is on: two engines of one process
+that differ in this package's settings alone share the first one's.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from .. import device_buffer
 from ..compat import a2a, sleep
 from ..kernels import load_kernel
-from ..kernels.base import MlaDims, SparseMlaBatch
+from ..kernels.base import LaunchBuffers, MlaDims, SparseMlaBatch
 from ..kernels.split import clear_empty_rows, launch_split
 from ..settings import load_settings, user_workspace_bytes
 from ..topology import gathered_heads
@@ -62,19 +62,19 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
             parallel.prefill_context_parallel_size,
             parallel.decode_context_parallel_size,
         )
-        self._plan = self._plan_for(heads)
+        self._buffers, plan = self._acquire(heads)
+        self._plans = {heads: plan}
         sleep.install()
         a2a.install()
 
-    def _plan_for(self, heads: int) -> WorkspacePlan:
-        self._buffers, plan = device_buffer.acquire(
+    def _acquire(self, heads: int) -> tuple[LaunchBuffers, WorkspacePlan]:
+        return device_buffer.acquire(
             device_buffer.kernel_device(),
             heads,
             self._max_num_tokens,
             slab_limit_bytes=self._slab_limit_bytes,
             workspace_bytes=user_workspace_bytes(),
         )
-        return plan
 
     def _attend(
         self,
@@ -99,7 +99,7 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
             ``out [T, H, kv_lora_rank]`` bf16 and, under DCP, ``lse [T, H]`` float32 in the base
             that this class declares.
         """
-        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        query = _packed(q)
         rows, block_stride = flat_kv_row_view(kv_cache.view(query.dtype), block_size)
         tokens, heads, _ = query.shape
         # A checkpoint may hold scales that a bf16 cache was never quantised with.
@@ -122,8 +122,9 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
             ),
             lse=lse,
         )
-        plan = self._plan if heads == self._plan.num_heads else self._plan_for(heads)
-        launch_split(self._kernel, batch, self._buffers, plan)
+        if heads not in self._plans:
+            self._plans[heads] = self._acquire(heads)[1]
+        launch_split(self._kernel, batch, self._buffers, self._plans[heads])
         if lse is not None and self.lse_base_on_e and self._kernel.lse_base == "2":
             lse.mul_(math.log(2.0))
         return batch.out, lse
@@ -140,6 +141,16 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
         is_decode: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
+
+
+def _packed(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The query as one tensor; without a rotary part its latent part is all of it."""
+    if not isinstance(q, tuple):
+        return q
+    latent, rotary = q
+    if rotary.shape[-1] == 0 and latent.is_contiguous():
+        return latent
+    return torch.cat(q, dim=-1)
 
 
 class _NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):

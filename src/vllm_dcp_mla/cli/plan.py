@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from ..planner.libraries import libraries_here
+from ..compat.libraries import libraries_here
 from ..planner.plan import Plan, make_plan, plan_json
 from ..planner.request import (
     IMPOSSIBLE,

@@ -24,6 +24,7 @@ _WORKER = "vllm/v1/worker/gpu_worker.py"
 _INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
 _MODEL = "vllm/model_executor/models/deepseek_v2.py"
 _DCP = "vllm/v1/attention/ops/dcp.py"
+_CACHE = "vllm/v1/kv_cache_interface.py"
 _DEEP_GEMM = "vllm/utils/deep_gemm.py"
 _WARMUP = "vllm/model_executor/warmup/jit_warmup.py"
 _TRITON = "vllm/model_executor/warmup/jit_warmup_triton_helper.py"
@@ -92,6 +93,16 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(_FLASHMLA, "FlashMLASparseBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_WORKER, "Worker.wake_up", ("tags",)),
+    Symbol(_BACKEND, "CommonAttentionMetadata.seq_lens_cpu_upper_bound"),
+    Symbol(_BACKEND, "CommonAttentionMetadata.query_start_loc_cpu"),
+    Symbol(_BACKEND, "CommonAttentionMetadata.num_actual_tokens"),
+    Symbol(_BACKEND, "CommonAttentionMetadata.block_table_tensor"),
+    Symbol(_BACKEND, "AttentionLayer"),
+    Symbol(_CACHE, "is_quantized_kv_cache"),
+    Symbol(_INDEXER, "DeepseekV32IndexerBackend.get_builder_cls"),
+    Symbol(_INDEXER, "DeepseekV32IndexerMetadata"),
+    Symbol("vllm/envs.py", "environment_variables"),
+    Symbol(_WARMUP, "JitWarmupRegistry._active"),
     Symbol(_DCP, "_dcp_a2a_pack_send", ("seq_lens", "query_start_loc")),
     Symbol(_MODEL, "DeepseekV32IndexerBackend"),
     Symbol(_MODEL, "DeepseekV32IndexerCache.get_attn_backend"),

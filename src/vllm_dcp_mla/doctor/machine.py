@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..capability import arch_name
 from ..compat.installed import package_folder
+from ..compat.libraries import missing_flashmla_modules
 from ..planner import local_gpu
-from ..planner.libraries import missing_flashmla_modules
 from .processes import Probed
 from .report import Check
 from .versions import INSTALL_VLLM

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.v1.attention.backends.mla.indexer import (
     DeepseekV32IndexerBackend,
     DeepseekV32IndexerMetadata,
@@ -31,10 +32,15 @@ class DcpIndexerBuilder(DeepseekV32IndexerMetadataBuilder):
         self._max_exchange_rows = max_rows(settings.merge_limit_bytes, topk, self.dcp_world_size)
         # An empty schedule: every slot starts where it ends.
         self._no_work = torch.zeros_like(self.scheduler_metadata_buffer)
-        if self.vllm_config.kernel_config.enable_jit_warmup:
+        # vLLM collects warm-ups in some runners and modes only; elsewhere nothing else compiles it.
+        if self._collects_warmups():
             CHUNK_BOUNDS_KERNEL.register_warmup(self.compress_ratio)
         elif self.device.type == "cuda":
             CHUNK_BOUNDS_KERNEL.warmup(self.compress_ratio)
+
+    def _collects_warmups(self) -> bool:
+        enabled = self.vllm_config.kernel_config.enable_jit_warmup
+        return bool(enabled) and JitWarmupRegistry._active.get() is not None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -61,11 +67,15 @@ class DcpIndexerBuilder(DeepseekV32IndexerMetadataBuilder):
     def _leading_empty(self, common: Any) -> tuple[int, int]:
         """How many requests, and query tokens of them, come before the first with keys here."""
         lengths = common.seq_lens_cpu_upper_bound
-        if lengths is None or not len(lengths):
+        drafts = self.vllm_config.speculative_config
+        # With adaptive verification the host does not know which request a query row is of.
+        if lengths is None or (drafts is not None and drafts.enable_adaptive_verification):
             return 0, 0
         # A rank stores something of every request that is longer than its first turn begins.
         holds = lengths > self.dcp_rank * self.cp_kv_cache_interleave_size
-        requests = int(holds.int().argmax()) if bool(holds.any()) else len(lengths)
+        if not bool(holds.any()):
+            return len(lengths), common.num_actual_tokens  # the padding of a graph included
+        requests = int(holds.int().argmax())
         return requests, int(common.query_start_loc_cpu[requests])
 
     def _prefill_split_seq_lens(self, seq_lens_cpu: torch.Tensor) -> torch.Tensor:

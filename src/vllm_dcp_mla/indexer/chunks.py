@@ -88,7 +88,8 @@ class ChunkBuild:
             return None
         origin, stop = (int(query_start_loc_cpu[i]) for i in (start_idx, end_idx))
         rows = query_slice if query_slice is not None else slice(0, stop - origin)
-        rows = slice(rows.start, min(rows.stop, stop - origin))
+        # A PCP rank with a short tail has fewer rows than the plan that all ranks share.
+        rows = slice(*(min(edge, stop - origin) for edge in (rows.start, rows.stop)))
         key_start, key_end = torch.empty(
             (2, rows.stop - rows.start), dtype=torch.int32, device=device
         )

@@ -20,6 +20,7 @@ nothing that varies, and its chunks bound the exchange.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     import torch
 
     from .chunks import ChunkBuild
+
+logger = logging.getLogger("vllm.dcp_mla")
 
 #: ``model_type`` of the models of vllm.models.deepseek_v32, MTP drafters included.
 MODEL_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa", "deepseek_mtp"})
@@ -99,6 +102,15 @@ def install() -> None:
     from .builder import DcpIndexerBackend
 
     if hasattr(indexer.build_prefill_chunk_metadata, _MARK):
+        return
+    found = deepseek_v2.DeepseekV32IndexerBackend
+    if found is not indexer.DeepseekV32IndexerBackend:
+        logger.warning(
+            "The indexer's backend is already replaced by %s.%s and is left alone; DCP runs with "
+            "its metadata. Uninstall one of the two plugins, or name one in VLLM_PLUGINS.",
+            found.__module__,
+            found.__qualname__,
+        )
         return
     deepseek_v2.DeepseekV32IndexerBackend = DcpIndexerBackend
     _dispatch_chunks(indexer)

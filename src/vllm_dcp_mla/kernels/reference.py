@@ -30,9 +30,9 @@ class ReferenceKernel:
         As the original: ``out`` of a row without tokens is left unwritten and its LSE is -inf.
 
         Raises:
-            ValueError: query and cache dtypes differ, a head count between 64 and 128, a page size
-                that does not divide the cache, a NoPE row without tokens, or counters that are too
-                small.
+            ValueError: query and cache dtypes differ, a head count between 64 and 128, pages of
+                another size than 32 or 64 or that do not divide the cache, counters that are too
+                small; on a CPU also a NoPE row without tokens or a row outside the cache.
             RuntimeError: the workspace does not hold the softmax statistics.
         """
         self._refuse(batch, buffers)
@@ -60,11 +60,26 @@ class ReferenceKernel:
             raise ValueError(
                 f"{batch.cache_rows.shape[0]} cache rows are not whole pages of {batch.page_size}"
             )
-        if batch.dims.is_nope and bool((batch.counts < 1).any()):
-            raise ValueError("a NoPE row must hold at least 1 token")
+        if batch.page_size not in (32, 64):
+            raise ValueError(f"pages of {batch.page_size} rows: the kernel reads pages of 32 or 64")
+        if batch.query.device.type == "cpu":  # on a GPU, reading values would stall every layer
+            ReferenceKernel._refuse_rows(batch)
         needed = counter_bytes(heads, tokens, num_sms=1)
         if buffers.counters.numel() < needed:
             raise ValueError(f"{buffers.counters.numel()} counter bytes, {needed} needed")
+
+    @staticmethod
+    def _refuse_rows(batch: SparseMlaBatch) -> None:
+        if batch.dims.is_nope and bool((batch.counts < 1).any()):
+            raise ValueError("a NoPE row must hold at least 1 token")
+        valid = torch.arange(batch.topk.shape[1]) < batch.counts[:, None]
+        rows = batch.topk[valid]
+        outside = (rows < 0) | (rows >= batch.cache_rows.shape[0])
+        if bool(outside.any()):
+            raise ValueError(
+                f"a valid top-k entry is {int(rows[outside][0])}, outside the cache's "
+                f"{batch.cache_rows.shape[0]} rows"
+            )
 
     @staticmethod
     def _carve_stats(batch: SparseMlaBatch, workspace: torch.Tensor) -> torch.Tensor:

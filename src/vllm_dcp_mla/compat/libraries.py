@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..capability import Libraries
-from ..compat.installed import installed_version, package_folder
+from .installed import installed_version, package_folder
 
 #: Assumed where vLLM is not installed, as on a laptop: all that vLLM 0.33 ships with.
 ASSUMED = Libraries(flashinfer="0.7.2.post1", flashmla=True, flash_attn_4=True)
