@@ -26,7 +26,7 @@ def cpu_vllm():
     """This process's vLLM on the CPU, with the plugin registered."""
     from vllm_dcp_mla.selftest import world
 
-    world.prepare()
+    world.prepare("cpu")
 
 
 @pytest.fixture

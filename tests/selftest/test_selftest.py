@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from vllm_dcp_mla.cli.main import main  # noqa: E402
+from vllm_dcp_mla.selftest.attention import StepResult  # noqa: E402
 from vllm_dcp_mla.selftest.batch import (  # noqa: E402
     Shape,
     chosen_keys,
@@ -12,6 +13,8 @@ from vllm_dcp_mla.selftest.batch import (  # noqa: E402
     shard_cache,
 )
 from vllm_dcp_mla.selftest.faults import FAULTS  # noqa: E402
+from vllm_dcp_mla.selftest.observe import Builds  # noqa: E402
+from vllm_dcp_mla.selftest.run import ERROR_LIMIT, _judge  # noqa: E402
 from vllm_dcp_mla.topology import local_seq_lens  # noqa: E402
 
 SHAPE = Shape("s", (5, 1, 200), (1, 1, 3), 3, 4, interleave=4)
@@ -63,6 +66,7 @@ def test_expected_output_of_one_key_is_its_latent():
         (["--ranks", "two"], 2, "--ranks is 'two'"),
         (["--interleave", "3"], 2, "--interleave is 3"),
         (["--break", "everything"], 2, "--break is 'everything'"),
+        (["--device", "tpu"], 2, "--device is 'tpu'"),
         (["--tp", "8", "--dcp", "3"], 1, "--decode-context-parallel-size is 3"),
         (["--ranks", "0"], 1, "is 0"),
         (["--ranks", "1"], 1, "--dcp is 1"),
@@ -105,6 +109,40 @@ def test_every_case_agrees(arguments):
         assert 0 < case["error"] <= case["limit"]
         assert len(set(case["collectives"])) == 1
         assert case["collectives"][0] in (3, 4)
+        assert case["syncs"] is None
+        assert case["late_compiles"] is None
+
+
+@pytest.mark.vllm
+def test_a_gpu_that_is_not_here_is_missed():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    status, answer = run("--device", "cuda")
+    assert status == 1
+    assert "--device is cuda, but torch sees no GPU" in answer["problems"][0]
+    assert answer["cases"] == []
+
+
+def result(error=0.001, collectives=("all_gather", "reduce_scatter"), syncs=None, compiles=None):
+    return StepResult(error, collectives, Builds(syncs, compiles), seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    ("other", "ok"),
+    [
+        (result(), True),
+        (result(error=ERROR_LIMIT * 1.01), False),
+        (result(error=float("inf")), False),
+        (result(collectives=("all_gather",)), False),
+        (result(collectives=("reduce_scatter", "all_gather")), False),
+        (result(syncs=0, compiles=0), True),
+        (result(syncs=1, compiles=0), False),
+        (result(syncs=0, compiles=1), False),
+    ],
+)
+def test_one_rank_is_enough_to_fail_a_case(other, ok):
+    assert _judge("a case", [result(), other]).ok is ok
+    assert _judge("a case", [other, result()]).ok is ok
 
 
 @pytest.mark.vllm

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 #: Interleaves vLLM can be run with here: a divisor of the cache's block of 64 tokens.
 INTERLEAVES = (1, 2, 4, 8, 16, 32, 64)
+DEVICES = ("cpu", "cuda")
 MAX_RANKS = 16  # processes of about 1 GB each
 
 
@@ -34,13 +35,18 @@ def selftest(
     interleave: Annotated[
         str, typer.Option("--interleave", metavar="N", help="1 to 64; default: both 1 and 64.")
     ] = "",
+    device: Annotated[
+        str, typer.Option("--device", metavar="cpu|cuda", help="Where tensors and kernels are.")
+    ] = "cpu",
     fault: Annotated[
         str, typer.Option("--break", help=f"Plant a fault, to see it found: {', '.join(FAULTS)}.")
     ] = "",
     as_json: options.Json = False,
 ) -> None:
-    """Run the plugin's own DCP path on this machine's CPU and compare it with dense attention."""
+    """Run the plugin's own DCP path on this machine and compare it with dense attention."""
     numbers, unreadable = _read_numbers(ranks, tp, dcp, interleave)
+    if device not in DEVICES:
+        unreadable.append(f"--device is {device!r}; it must be one of {', '.join(DEVICES)}.")
     if fault and fault not in FAULTS:
         unreadable.append(f"--break is {fault!r}; it must be one of {', '.join(FAULTS)}.")
     if unreadable:
@@ -55,7 +61,7 @@ def selftest(
         problems.append("vLLM is not installed; run pip install 'vllm-dcp-mla[vllm]'.")
     if problems:
         _refuse(problems, IMPOSSIBLE, as_json)
-    _run(size, shared, interleaves, fault or None, as_json)
+    _run(size, shared, interleaves, device, fault or None, as_json)
 
 
 def unanswered(problems: list[str]) -> dict[str, Any]:
@@ -94,7 +100,9 @@ def _read_numbers(
     return (size, shared, [one] if interleave else [1, 64]), problems
 
 
-def _run(tp: int, dcp: int, interleaves: list[int], fault: str | None, as_json: bool) -> None:
+def _run(
+    tp: int, dcp: int, interleaves: list[int], device: str, fault: str | None, as_json: bool
+) -> None:
     from ..selftest import run, world
     from ..simulate.driver import DriverStandInError
 
@@ -103,16 +111,17 @@ def _run(tp: int, dcp: int, interleaves: list[int], fault: str | None, as_json: 
     status = Console(stderr=True).status("importing vLLM")
     try:
         with status:
-            world.prepare()
+            world.prepare(device)
             status.update(f"{tp} ranks, DCP {dcp}: running")
             outcome = run.run_selftest(
                 tp,
                 dcp,
                 interleaves,
+                device,
                 fault,
                 lambda case: status.update(f"{tp} ranks, DCP {dcp}: {case.name} done"),
             )
-    except (world.RankError, DriverStandInError) as error:
+    except (world.RankError, world.NoDeviceError, DriverStandInError) as error:
         _refuse([str(error)], IMPOSSIBLE, as_json)
     answer = run.as_json(outcome)
     if as_json:
@@ -126,13 +135,19 @@ def _run(tp: int, dcp: int, interleaves: list[int], fault: str | None, as_json: 
 
 
 def _table(tp: int, dcp: int, outcome: list[Case]) -> Table:
+    observed = any(case.syncs is not None for case in outcome)
     table = Table(f"TP{tp} DCP{dcp} against dense float64 attention")
-    for heading in ("error", "limit", "collectives", "seconds", ""):
+    headings = ["error", "limit", "collectives", *(["syncs", "compiles"] if observed else [])]
+    for heading in [*headings, "seconds", ""]:
         table.add_column(heading, justify="right")
     for case in outcome:
-        calls = "/".join(map(str, dict.fromkeys(case.collectives)))
-        result = "agrees" if case.ok else "WRONG"
-        table.add_row(
-            case.name, f"{case.error:.4f}", f"{case.limit}", calls, f"{case.seconds:.1f}", result
-        )
+        row = [
+            case.name,
+            f"{case.error:.4f}",
+            f"{case.limit}",
+            "/".join(map(str, dict.fromkeys(case.collectives))),
+        ]
+        if observed:
+            row += [str(case.syncs), str(case.late_compiles)]
+        table.add_row(*row, f"{case.seconds:.1f}", "agrees" if case.ok else "WRONG")
     return table

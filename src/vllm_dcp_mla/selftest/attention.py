@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import faults, world
+from . import faults, observe, world
 from .batch import (
     HEAD_DIM,
     LATENT_DIM,
@@ -35,11 +35,13 @@ class StepResult:
     Attributes:
         error: largest ``|out - expected| / |expected|`` of a token and head; inf for NaN.
         collectives: calls of the DCP group's collectives, in order.
+        builds: what was seen inside the metadata builds.
         seconds: wall time of the step, its check included.
     """
 
     error: float
     collectives: tuple[str, ...]
+    builds: observe.Builds
     seconds: float
 
 
@@ -52,6 +54,7 @@ def run_steps(
     comm: str,
     dcp: int,
     seed: int,
+    device_type: str,
     fault: str | None = None,
 ) -> list[StepResult]:
     """Runs a step of each shape on this rank; compares this rank's heads with float64 attention."""
@@ -59,6 +62,7 @@ def run_steps(
 
     from ..backends.trtllm import DcpFlashInferMLASparseBackend as Backend
 
+    device = world.place(rank, device_type)
     config = world.engine_config(model_config, num_ranks, dcp, comm)
     hf = config.model_config.hf_text_config
     results = []
@@ -68,7 +72,7 @@ def run_steps(
         faults.planted(fault, Backend),
     ):
         group = world.join(rank, num_ranks, dcp, folder)
-        calls = _count_collectives(group)
+        calls = observe.count_collectives(group)
         for shape in shapes:
             started = time.perf_counter()
             calls.clear()
@@ -79,10 +83,12 @@ def run_steps(
             batch = make_batch(shape, seed)
             heads = shape.num_heads // num_ranks
             mine = slice(rank * heads, (rank + 1) * heads)
-            out = _attend(Backend, group, shape, batch, mine, config, seed)
+            builds = observe.Builds()
+            out = _attend(Backend, group, shape, batch, mine, config, seed, device, builds)
             wanted = expected_output(shape, batch, _scale(hf))[:, mine]
+            error = _worst_error(out.cpu().double(), wanted)
             seconds = time.perf_counter() - started
-            results.append(StepResult(_worst_error(out.double(), wanted), tuple(calls), seconds))
+            results.append(StepResult(error, tuple(calls), builds, seconds))
         world.leave()
     return results
 
@@ -92,22 +98,30 @@ def _scale(hf: Any) -> float:
 
 
 def _attend(
-    backend: Any, group: Any, shape: Shape, batch: Batch, heads: slice, config: Any, seed: int
+    backend: Any,
+    group: Any,
+    shape: Shape,
+    batch: Batch,
+    heads: slice,
+    config: Any,
+    seed: int,
+    device: torch.device,
+    builds: observe.Builds,
 ) -> torch.Tensor:
-    """The merged output of this rank's heads, ``[T, heads, 512]``."""
+    """The merged output of this rank's heads, ``[T, heads, 512]``, on ``device``."""
     rank, dcp = group.rank_in_group, group.world_size
     cache, table = shard_cache(shape, batch, rank, dcp, seed)
-    query = batch.query[:, heads].contiguous()
-    common = _common_metadata(shape, batch, table, rank, dcp)
-    topk = select_keys(
-        group, config, shape, batch, common.replace(num_actual_tokens=shape.num_tokens)
-    )
+    query = batch.query[:, heads].to(device).contiguous()
+    common = _common_metadata(shape, batch, table, rank, dcp, device)
+    indexed = common.replace(num_actual_tokens=shape.num_tokens)
+    topk = select_keys(group, config, shape, batch, indexed, builds)
     impl = _make_impl(backend, config, shape, topk, query.shape[1])
-    layer = _make_layer(impl, config, batch, query.shape[1])
-    builder = _make_builder(backend, config, shape, layer)
-    metadata = builder.build(0, common)
+    layer = _make_layer(impl, config, batch, query)
+    builder = _make_builder(backend, config, shape, layer, device)
+    with builds.watch(device):
+        metadata = builder.build(0, common)
     gathered = layer.dcp_manager.query_gather(query)
-    out, lse = impl.forward_mqa(gathered, cache, metadata, layer)
+    out, lse = impl.forward_mqa(gathered, cache.to(device), metadata, layer)
     return layer.dcp_manager.combine(out, lse, seq_lens=None, query_start_loc=None)
 
 
@@ -135,16 +149,16 @@ def _make_impl(backend: Any, config: Any, shape: Shape, topk: torch.Tensor, head
     )
 
 
-def _make_layer(impl: Any, config: Any, batch: Batch, heads: int) -> Any:
+def _make_layer(impl: Any, config: Any, batch: Batch, query: torch.Tensor) -> Any:
     from vllm.v1.attention.ops.dcp import MLADCPManager
 
     manager = MLADCPManager(
         vllm_config=config,
-        device=torch.device("cpu"),
-        num_heads=heads,
+        device=query.device,
+        num_heads=query.shape[1],
         query_head_dim=HEAD_DIM,
         output_head_dim=LATENT_DIM,
-        query_dtype=batch.query.dtype,
+        query_dtype=query.dtype,
         output_dtype=torch.bfloat16,
         padded_num_heads=None,
         is_lse_base_on_e=impl.lse_base_on_e,
@@ -159,7 +173,7 @@ def _make_layer(impl: Any, config: Any, batch: Batch, heads: int) -> Any:
     )
 
 
-def _make_builder(backend: Any, config: Any, shape: Shape, layer: Any) -> Any:
+def _make_builder(backend: Any, config: Any, shape: Shape, layer: Any, device: torch.device) -> Any:
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     name = f"selftest.{shape.name}"
@@ -171,10 +185,12 @@ def _make_builder(backend: Any, config: Any, shape: Shape, layer: Any) -> Any:
         dtype=torch.bfloat16,
         cache_dtype_str=shape.cache_dtype,
     )
-    return backend.get_builder_cls()(spec, [name], config, torch.device("cpu"))
+    return backend.get_builder_cls()(spec, [name], config, device)
 
 
-def _common_metadata(shape: Shape, batch: Batch, table: torch.Tensor, rank: int, dcp: int) -> Any:
+def _common_metadata(
+    shape: Shape, batch: Batch, table: torch.Tensor, rank: int, dcp: int, device: torch.device
+) -> Any:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from ..topology import local_seq_len
@@ -183,42 +199,19 @@ def _common_metadata(shape: Shape, batch: Batch, table: torch.Tensor, rank: int,
     seq_lens = torch.tensor(shape.seq_lens, dtype=torch.int32)
     local = [local_seq_len(n, rank, dcp, shape.interleave) for n in shape.seq_lens]
     return CommonAttentionMetadata(
-        query_start_loc=starts,
+        query_start_loc=starts.to(device),
         query_start_loc_cpu=starts,
-        seq_lens=seq_lens,
+        seq_lens=seq_lens.to(device),
         num_reqs=len(shape.seq_lens),
         num_actual_tokens=len(batch.query),
         max_query_len=max(shape.query_lens),
         max_seq_len=max(shape.seq_lens),
-        block_table_tensor=table,
-        slot_mapping=torch.full((len(batch.query),), -1, dtype=torch.int64),
-        dcp_local_seq_lens=torch.tensor(local, dtype=torch.int32),
+        block_table_tensor=table.to(device),
+        slot_mapping=torch.full((len(batch.query),), -1, dtype=torch.int64, device=device),
+        dcp_local_seq_lens=torch.tensor(local, dtype=torch.int32).to(device),
         seq_lens_cpu_upper_bound=seq_lens,
         is_prefilling=torch.arange(len(shape.seq_lens)) >= shape.num_decodes,
     )
-
-
-def _count_collectives(group: Any) -> list[str]:
-    """Wraps the collectives of this rank's process; returns the list that they are noted in."""
-    calls: list[str] = []
-    for name in ("all_gather", "reduce_scatter"):
-        stock = getattr(group, name)
-
-        def counted(x: torch.Tensor, dim: int = -1, _stock: Any = stock, _name: str = name) -> Any:
-            calls.append(_name)
-            if x.dtype == torch.float8_e4m3fn:  # gloo knows no float8; its bytes travel as well
-                return _stock(x.view(torch.uint8), dim=dim).view(x.dtype)
-            return _stock(x, dim=dim)
-
-        setattr(group, name, counted)
-    exchange = torch.distributed.all_to_all_single
-
-    def counted_exchange(*args: Any, **kwargs: Any) -> Any:
-        calls.append("all_to_all")
-        return exchange(*args, **kwargs)
-
-    torch.distributed.all_to_all_single = counted_exchange
-    return calls
 
 
 def _worst_error(out: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,13 @@ class Case:
 
     Attributes:
         name: batch, exchange and interleave.
-        ok: whether every rank was right and called the same collectives.
+        ok: whether every rank was right, called the same collectives, and none waited for its GPU
+            or compiled inside a metadata build.
         error: the largest error of a rank.
         limit: the largest accepted one.
         collectives: calls of each rank, in rank order.
+        syncs: most waits for the GPU inside a rank's metadata builds; None on the CPU.
+        late_compiles: most kernels that a rank compiled there; None on the CPU.
         seconds: wall time of the slowest rank.
     """
 
@@ -36,6 +39,8 @@ class Case:
     error: float
     limit: float
     collectives: list[int] = field(default_factory=list)
+    syncs: int | None = None
+    late_compiles: int | None = None
     seconds: float = 0.0
 
 
@@ -43,6 +48,7 @@ def run_selftest(
     tp: int,
     dcp: int,
     interleaves: Sequence[int],
+    device: str,
     fault: str | None,
     progress: Callable[[Case], None],
 ) -> list[Case]:
@@ -52,6 +58,7 @@ def run_selftest(
         tp: ranks; each holds its share of the heads.
         dcp: ranks that share a request's cache; divides ``tp``.
         interleaves: tokens a rank stores before the next takes over, one run each.
+        device: ``cpu`` or ``cuda``, as :func:`.world.prepare` was told.
         fault: a planted fault of :data:`.faults.FAULTS`, or None.
         progress: called with each case.
 
@@ -65,7 +72,7 @@ def run_selftest(
     outcome = []
     for comm, interleave in runs:
         shapes = cases(heads, dcp, interleave)
-        ranks = world.run_ranks(tp, run_steps, shapes, model, comm, dcp, _SEED, fault)
+        ranks = world.run_ranks(tp, run_steps, shapes, model, comm, dcp, _SEED, device, fault)
         for shape, results in zip(shapes, zip(*ranks, strict=True), strict=True):
             case = _judge(f"{shape.name} ({comm}, interleave {interleave})", results)
             progress(case)
@@ -76,14 +83,23 @@ def run_selftest(
 def _judge(name: str, results: Sequence[StepResult]) -> Case:
     error = max(result.error for result in results)
     alike = len({result.collectives for result in results}) == 1
+    syncs = _most(result.builds.syncs for result in results)
+    late_compiles = _most(result.builds.late_compiles for result in results)
     return Case(
         name,
-        ok=alike and error <= ERROR_LIMIT,
+        ok=alike and error <= ERROR_LIMIT and not syncs and not late_compiles,
         error=error,
         limit=ERROR_LIMIT,
         collectives=[len(result.collectives) for result in results],
+        syncs=syncs,
+        late_compiles=late_compiles,
         seconds=max(result.seconds for result in results),
     )
+
+
+def _most(counts: Iterable[int | None]) -> int | None:
+    """The largest count; None if none was taken."""
+    return max((count for count in counts if count is not None), default=None)
 
 
 def as_json(outcome: Sequence[Case]) -> dict[str, Any]:
@@ -97,6 +113,8 @@ def as_json(outcome: Sequence[Case]) -> dict[str, Any]:
                 "error": case.error,
                 "limit": case.limit,
                 "collectives": case.collectives,
+                "syncs": case.syncs,
+                "late_compiles": case.late_compiles,
                 "seconds": round(case.seconds, 3),
             }
             for case in outcome

@@ -12,9 +12,12 @@ from unittest import mock
 import torch
 
 from .batch import Batch, Shape
+from .observe import Builds
 
 
-def select_keys(group: Any, config: Any, shape: Shape, batch: Batch, common: Any) -> torch.Tensor:
+def select_keys(
+    group: Any, config: Any, shape: Shape, batch: Batch, common: Any, builds: Builds
+) -> torch.Tensor:
     """The positions each token attends, ``[T, topk]`` int32, -1 behind the last one.
 
     Args:
@@ -23,9 +26,13 @@ def select_keys(group: Any, config: Any, shape: Shape, batch: Batch, common: Any
         shape: the batch's shape.
         batch: the batch, whole.
         common: vLLM's metadata of the batch on this rank, without padding.
+        builds: notes what happens inside the metadata build.
     """
+    device = common.seq_lens.device
     rank, dcp, interleave = group.rank_in_group, group.world_size, shape.interleave
-    metadata = _make_builder(config, shape, common).build(0, common)
+    builder = _make_builder(config, shape, common)
+    with builds.watch(device):
+        metadata = builder.build(0, common)
     bounds = _row_bounds(metadata, shape.num_tokens)
     best = torch.full((shape.num_tokens, shape.topk, 2), float("-inf"))
     for token, request in enumerate(batch.token_request):
@@ -42,7 +49,7 @@ def select_keys(group: Any, config: Any, shape: Shape, batch: Batch, common: Any
     positions = candidates[..., 1].gather(1, chosen.indices)
     topk = torch.full((len(batch.query), shape.topk), -1, dtype=torch.int32)
     topk[: shape.num_tokens] = torch.where(chosen.values.isinf(), -1.0, positions).int()
-    return topk
+    return topk.to(device)
 
 
 def _make_builder(config: Any, shape: Shape, common: Any) -> Any:
@@ -57,7 +64,7 @@ def _make_builder(config: Any, shape: Shape, common: Any) -> Any:
     width = common.block_table_tensor.shape[1]
     with mock.patch.object(indexer, "num_compute_units", return_value=1):
         builder = DcpIndexerBuilder(
-            spec, ["indexer"], config, torch.device("cpu"), block_table_width=width
+            spec, ["indexer"], config, common.seq_lens.device, block_table_width=width
         )
     # As in an engine that drafts as many tokens as the batch's decodes have.
     builder.decode_threshold = max([1, *shape.query_lens[: shape.num_decodes]])
@@ -70,10 +77,10 @@ def _row_bounds(metadata: Any, num_tokens: int) -> torch.Tensor:
     """How many of this rank's keys each query row may see, ``[num_tokens]``."""
     bounds = torch.full((num_tokens,), -1)
     if metadata.decode is not None:
-        bounds[: metadata.num_decode_tokens] = metadata.decode.seq_lens.reshape(-1).long()
+        bounds[: metadata.num_decode_tokens] = metadata.decode.seq_lens.reshape(-1).cpu()
     if metadata.prefill is not None:
         for chunk in metadata.prefill.chunks:
             rows = slice(chunk.token_start, chunk.token_end)
-            bounds[rows] = (chunk.cu_seqlen_ke - chunk.cu_seqlen_ks).long()
+            bounds[rows] = (chunk.cu_seqlen_ke - chunk.cu_seqlen_ks).cpu()
     assert bool((bounds >= 0).all()), "a row without bounds"
     return bounds

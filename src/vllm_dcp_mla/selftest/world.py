@@ -14,7 +14,10 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 MODEL_LEN = 8192
 MAX_TOKENS = 512
@@ -24,24 +27,46 @@ class RankError(RuntimeError):
     """A rank raised, died, or did not finish in time; the message names it."""
 
 
-def prepare() -> None:
-    """Imports vLLM for the CPU; once, before ranks are forked.
+class NoDeviceError(RuntimeError):
+    """The device asked for is not on this machine."""
 
-    One import takes many seconds and a gigabyte, which forked ranks share. Triton kernels run
-    interpreted.
+
+def prepare(device_type: str) -> None:
+    """Imports vLLM with its CPU platform; once, before ranks are forked.
+
+    One import takes many seconds and a gigabyte, which forked ranks share. On ``cpu``, Triton
+    kernels run interpreted; on ``cuda`` they are compiled and tensors are the GPU's, while the
+    collectives stay gloo's, so that ranks may share a GPU.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        NoDeviceError: ``cuda`` without a GPU.
     """
     os.environ.update(
-        TRITON_INTERPRET="1",
-        CUDA_VISIBLE_DEVICES="",
         HF_HUB_OFFLINE="1",
         VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        # Symmetric memory needs a GPU for each rank, and NVLink.
+        VLLM_USE_DIRECT_DCP_A2A="0",
+        VLLM_USE_DIRECT_DCP_Q_GATHER="0",
+        # Looking for GPUs must not start CUDA here: a forked process could not start it again.
+        PYTORCH_NVML_BASED_CUDA_CHECK="1",
     )
+    if device_type == "cpu":
+        os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
     for noisy in ("vllm", "torch"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     from ..simulate import driver
 
     driver.ensure_loaded()
     import torch
+
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise NoDeviceError(
+            "--device is cuda, but torch sees no GPU on this machine; run nvidia-smi and look at "
+            "CUDA_VISIBLE_DEVICES, or use --device cpu."
+        )
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
@@ -56,7 +81,8 @@ def prepare() -> None:
     from ..indexer import hooks
 
     hooks.install()
-    _complete_interpreted_merge()
+    if device_type == "cpu":
+        _complete_interpreted_merge()
 
 
 def _complete_interpreted_merge() -> None:
@@ -66,6 +92,17 @@ def _complete_interpreted_merge() -> None:
     kernel: Any = CorrectAttnCPOutKernel.kernel
     parameters = inspect.signature(kernel.fn).parameters.values()
     kernel.constexprs = [i for i, p in enumerate(parameters) if "constexpr" in str(p.annotation)]
+
+
+def place(rank: int, device_type: str) -> torch.device:
+    """The device of a rank, made current; ranks beyond the number of GPUs share them."""
+    import torch
+
+    if device_type == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def run_ranks(
