@@ -5,6 +5,19 @@ from __future__ import annotations
 from .batch import Shape
 
 
+def warm_up(num_heads: int, interleave: int) -> tuple[Shape, ...]:
+    """What an engine runs before it serves, so that stock's kernels are compiled: decode and MTP.
+
+    Args:
+        num_heads: query heads, before tensor parallelism.
+        interleave: tokens a rank stores before the next takes over.
+    """
+    return (
+        Shape("warm-up, decode", (9, 330), (1, 1), 2, num_heads, interleave),
+        Shape("warm-up, mtp", (9, 330), (4, 4), 2, num_heads, interleave),
+    )
+
+
 def cases(num_heads: int, dcp: int, interleave: int) -> tuple[Shape, ...]:
     """Decode, MTP and mixed batches; every one leaves ranks without tokens somewhere.
 

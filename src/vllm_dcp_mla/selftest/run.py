@@ -9,7 +9,7 @@ from typing import Any
 from ..models import load_config
 from . import world
 from .attention import StepResult, run_steps
-from .cases import cases
+from .cases import cases, warm_up
 
 #: Largest accepted relative error of a token and head. Partial outputs and their weighted sum are
 #: rounded to bf16, 2^-9 of an element each time; 0.006 was seen at 8 ranks.
@@ -72,7 +72,10 @@ def run_selftest(
     outcome = []
     for comm, interleave in runs:
         shapes = cases(heads, dcp, interleave)
-        ranks = world.run_ranks(tp, run_steps, shapes, model, comm, dcp, _SEED, device, fault)
+        warmed = warm_up(heads, interleave) if device == "cuda" else ()
+        steps = (*warmed, *shapes)
+        ranks = world.run_ranks(tp, run_steps, steps, model, comm, dcp, _SEED, device, fault)
+        ranks = [results[len(warmed) :] for results in ranks]
         for shape, results in zip(shapes, zip(*ranks, strict=True), strict=True):
             case = _judge(f"{shape.name} ({comm}, interleave {interleave})", results)
             progress(case)
