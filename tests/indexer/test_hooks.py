@@ -11,40 +11,6 @@ from indexer_batches import builder, common_metadata  # noqa: E402
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
 
 
-def config(model_type="glm_moe_dsa", dcp=2, settings=None):
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type=model_type)),
-        additional_config={"dcp_mla": settings or {}},
-    )
-
-
-@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "deepseek_mtp"])
-def test_served(model_type):
-    from vllm_dcp_mla.indexer import hooks
-
-    assert hooks.serves(config(model_type))
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        config(dcp=1),
-        config("hy_v4"),
-        config("deepseek_v4"),
-        config("glm5_next"),
-        config(settings={"disable": True}),
-        SimpleNamespace(
-            parallel_config=SimpleNamespace(decode_context_parallel_size=2), model_config=None
-        ),
-    ],
-)
-def test_left_alone(other):
-    from vllm_dcp_mla.indexer import hooks
-
-    assert not hooks.serves(other)
-
-
 def test_other_backends_keep_their_builders():
     import vllm.model_executor.models.deepseek_v2 as deepseek_v2
     from vllm.v1.attention.backends.mla import indexer

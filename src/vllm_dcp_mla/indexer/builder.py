@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.mla.indexer import (
 )
 
 from ..settings import load_settings
-from . import hooks
+from . import scope
 from .chunk_kernel import CHUNK_BOUNDS_KERNEL
 from .exchange import bound_chunks, max_rows
 from .lengths import local_lengths
@@ -24,7 +24,7 @@ class DcpIndexerBuilder(DeepseekV32IndexerMetadataBuilder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.serves_dcp = hooks.serves(self.vllm_config)
+        self.serves_dcp = scope.serves(self.vllm_config)
         if not self.serves_dcp:
             return
         settings = load_settings(self.vllm_config.additional_config)
@@ -61,7 +61,7 @@ class DcpIndexerBuilder(DeepseekV32IndexerMetadataBuilder):
                 f"{self.vllm_config.model_config.max_model_len}, dcp {self.dcp_world_size}); it "
                 "would lose the last ones. Please report this with the vLLM version."
             )
-        with hooks.building(self._no_work, *self._leading_empty(common_attn_metadata)):
+        with scope.building(self._no_work, *self._leading_empty(common_attn_metadata)):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _leading_empty(self, common: Any) -> tuple[int, int]:

@@ -6,12 +6,12 @@ and their MTP layers). All others run stock's code, in the same process too.
 1. ``deepseek_v2.DeepseekV32IndexerBackend``: the name that ``DeepseekV32IndexerCache`` answers vLLM
    with. Symptom: 2 GPU-CPU synchronisations a prefill chunk, late compiles that stall collectives,
    gigabytes for the exchange of candidates. Cause: what stock's builder does under DCP. Guard: the
-   builder asks :func:`serves` and is stock's where the answer is no.
+   builder asks :func:`.scope.serves` and is stock's where the answer is no.
 2. ``indexer.build_prefill_chunk_metadata`` and ``indexer.get_paged_mqa_logits_metadata``: module
    globals that stock's ``build()`` calls, shared with other models' builders. Guard: they do what
-   they did unless one of our builds is running (:func:`building`).
+   they did unless one of our builds is running (:func:`.scope.building`).
 3. ``BuildPrefillChunkMetadataKernel.get_warmup_keys``: stock's variants of the replaced kernel are
-   not compiled. Guard: only for engines that :func:`serves` names.
+   not compiled. Guard: only for engines that :func:`.scope.serves` names.
 
 They go away when vLLM's builder takes its totals from host lengths, its chunk kernel specialises on
 nothing that varies, and its chunks bound the exchange.
@@ -22,71 +22,16 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..settings import load_settings
+from . import scope
 
 if TYPE_CHECKING:
     import torch
 
-    from .chunks import ChunkBuild
-
 logger = logging.getLogger("vllm.dcp_mla")
 
-#: ``model_type`` of the models of vllm.models.deepseek_v32, MTP drafters included.
-MODEL_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa", "deepseek_mtp"})
-
-
-@dataclass(slots=True)
-class _Running:
-    chunks: ChunkBuild
-    no_work: torch.Tensor
-    empty_requests: int
-    empty_tokens: int
-
-    def schedules_nothing(self, context_lens: torch.Tensor) -> bool:
-        """Whether all these decode rows are of requests that this rank stores no key of."""
-        rows, next_n = context_lens.shape if context_lens.dim() == 2 else (len(context_lens), 1)
-        return rows <= (self.empty_tokens if next_n == 1 else self.empty_requests)
-
-
-_running: ContextVar[_Running | None] = ContextVar("dcp_mla_indexer_build", default=None)
 _MARK = "_dcp_mla_dispatches"
-
-
-def serves(vllm_config: Any) -> bool:
-    """Whether our indexer metadata is for an engine."""
-    if vllm_config.parallel_config.decode_context_parallel_size == 1:
-        return False
-    model = vllm_config.model_config
-    if model is None or getattr(model.hf_text_config, "model_type", None) not in MODEL_TYPES:
-        return False
-    return not load_settings(vllm_config.additional_config).disable
-
-
-@contextmanager
-def building(no_work: torch.Tensor, empty_requests: int, empty_tokens: int) -> Iterator[None]:
-    """While it runs, stock's ``build()`` gets its chunks from us.
-
-    Decodes come first in a batch. Where this rank stores no key of any of them, DeepGEMM is not
-    asked for a schedule: releases of it read past lengths that are all zero.
-
-    Args:
-        no_work: ``[slots + 1, 2]`` int32, an empty DeepGEMM schedule.
-        empty_requests: requests at the front that this rank stores no key of.
-        empty_tokens: their query tokens.
-    """
-    from .chunks import ChunkBuild
-
-    token = _running.set(_Running(ChunkBuild(), no_work, empty_requests, empty_tokens))
-    try:
-        yield
-    finally:
-        _running.reset(token)
 
 
 def install() -> None:
@@ -123,7 +68,7 @@ def _dispatch_chunks(indexer: Any) -> None:
 
     @functools.wraps(stock)
     def build_prefill_chunk_metadata(*args: Any, **kwargs: Any) -> Any:
-        running = _running.get()
+        running = scope.running()
         if running is None:
             return stock(*args, **kwargs)
         return running.chunks.chunk_metadata(*args, **kwargs)
@@ -141,7 +86,7 @@ def _dispatch_schedule(indexer: Any) -> None:
     def get_paged_mqa_logits_metadata(
         context_lens: torch.Tensor, block_size: int, num_sms: int, **kwargs: Any
     ) -> torch.Tensor:
-        running = _running.get()
+        running = scope.running()
         if running is None or not running.schedules_nothing(context_lens):
             return stock(context_lens, block_size, num_sms, **kwargs)
         next_n = context_lens.shape[1] if context_lens.dim() == 2 else 1
@@ -156,6 +101,6 @@ def _drop_stock_variants(indexer: Any) -> None:
 
     @functools.wraps(stock)
     def get_warmup_keys(self: Any, vllm_config: Any) -> Any:
-        return [] if serves(vllm_config) else stock(self, vllm_config)
+        return [] if scope.serves(vllm_config) else stock(self, vllm_config)
 
     kernel.get_warmup_keys = get_warmup_keys
