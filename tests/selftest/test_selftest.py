@@ -71,6 +71,7 @@ def test_expected_output_of_one_key_is_its_latent():
         (["--ranks", "0"], 1, "is 0"),
         (["--ranks", "1"], 1, "--dcp is 1"),
         (["--ranks", "1000"], 1, "at most 16 ranks"),
+        (["--ranks", "9" * 20], 1, "at most 16 ranks"),
     ],
 )
 @pytest.mark.vllm

@@ -52,9 +52,10 @@ def selftest(
     if unreadable:
         _refuse(unreadable, UNREADABLE, as_json)
     size, shared, interleaves = numbers
-    problems = check_topology(size, 1, shared, heads=max(8, 2 * size))
     if size > MAX_RANKS:
         problems = [f"--tp is {size}; this machine's selftest runs at most {MAX_RANKS} ranks."]
+    else:
+        problems = check_topology(size, 1, shared, heads=max(8, 2 * size))
     if shared == 1 and not problems:
         problems = ["--dcp is 1: there is nothing to share; use 2 or more."]
     if package_folder("vllm") is None:
