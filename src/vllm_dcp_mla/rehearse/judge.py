@@ -1,0 +1,203 @@
+"""From what the engines answered to cases: right or wrong, with the figure that decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..settings import DEFAULT_SLAB_LIMIT_BYTES
+from ..topology import gathered_heads
+from ..workspace import plan_workspace
+from .configuration import Configuration
+from .drift import DRIFT_LIMIT, Drift, compare, distance
+from .observe import OURS
+from .schedule import EngineResult
+from .workload import Prompt
+
+#: Memory may round to allocation granules.
+_MEMORY_LIMIT = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the outcome.
+
+    Attributes:
+        name: configuration and what was looked at.
+        ok: whether it is as promised.
+        error: the figure that decided: a drift ratio, a relative difference, a count.
+        limit: the largest accepted one.
+        problems: one sentence each.
+        collectives: calls of each rank.
+        syncs: waits for the GPU inside code of this package, of the worst rank.
+        late_compiles: kernels of this package compiled while serving, of the worst rank.
+        seconds: of the engine, start included.
+        drift: of a length class.
+    """
+
+    name: str
+    ok: bool
+    error: float
+    limit: float
+    problems: tuple[str, ...] = ()
+    collectives: tuple[int, ...] = ()
+    syncs: int = 0
+    late_compiles: int = 0
+    seconds: float = 0.0
+    drift: Drift | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The case with the fixed keys of every command's cases."""
+        return asdict(self)
+
+
+def judge(
+    configuration: Configuration,
+    results: Mapping[str, EngineResult],
+    prompts: Sequence[Prompt],
+    heads: int,
+) -> list[Case]:
+    """A configuration's cases: how it ran, its memory, and its drift in each length class.
+
+    Args:
+        configuration: what is judged.
+        results: of all engines, by name.
+        prompts: what they served.
+        heads: the model's query heads.
+    """
+    result = results[configuration.name]
+    one, two = (results[configuration.baseline(tp).name] for tp in (1, 2))
+    if result.failure is not None:
+        return [_failed(configuration.name, result)]
+    cases = [_conduct(configuration, result)]
+    failed = [_failed(base.spec.name, base) for base in (one, two) if base.failure is not None]
+    if failed:
+        return cases + failed
+    if configuration.dcp > 1:
+        cases += _memory(configuration, result, two, heads)
+    return cases + _drifts(configuration, result, one, two, prompts)
+
+
+def _failed(name: str, result: EngineResult) -> Case:
+    return Case(
+        f"{name}: runs",
+        ok=False,
+        error=1,
+        limit=0,
+        problems=(result.failure or "",),
+        seconds=result.seconds,
+    )
+
+
+def _conduct(configuration: Configuration, result: EngineResult) -> Case:
+    """Late compilations, waits, collectives, monitors and buffers of an engine."""
+    problems = []
+    for rank in result.ranks:
+        number, engine = rank["rank"], rank["engine"]
+        if result.spec.strict and engine["jit_monitor"] != "error":
+            problems.append(
+                f"rank {number}: vLLM's JIT monitor was {engine['jit_monitor']}, not on."
+            )
+        if result.spec.strict and engine["sync_check"] != "error":
+            problems.append(f"rank {number}: vLLM's sync check was {engine['sync_check']}, not on.")
+        if rank["before"]["buffers"] != rank["after"]["buffers"]:
+            problems.append(
+                f"rank {number}: buffers moved from {rank['before']['buffers']} to "
+                f"{rank['after']['buffers']}."
+            )
+        problems += [
+            f"rank {number}: {what} was compiled late." for what in _of_ours(rank["late_compiles"])
+        ]
+        problems += [
+            f"rank {number}: {what} waited for the GPU." for what in _of_ours(rank["syncs"])
+        ]
+    counts = tuple(rank["collectives"] for rank in result.ranks)
+    if len({rank["collective_order"] for rank in result.ranks}) > 1:
+        problems.append(f"the ranks' collectives differ; they called {counts} of them.")
+    if configuration.mtp:
+        drafts = result.ranks[0]["drafts"]
+        if not 0 < drafts["accepted"] < drafts["drafted"]:
+            problems.append(
+                f"{drafts['accepted']} of {drafts['drafted']} drafted tokens were accepted; both "
+                "kinds must occur."
+            )
+    return Case(
+        f"{configuration.name}: runs",
+        ok=not problems,
+        error=len(problems),
+        limit=0,
+        problems=tuple(problems),
+        collectives=counts,
+        syncs=max(len(_of_ours(rank["syncs"])) for rank in result.ranks),
+        late_compiles=max(len(_of_ours(rank["late_compiles"])) for rank in result.ranks),
+        seconds=result.seconds,
+    )
+
+
+def _of_ours(noted: Sequence[Sequence[str]]) -> list[str]:
+    return [what for owner, what in noted if owner == OURS]
+
+
+def _memory(
+    configuration: Configuration, result: EngineResult, base: EngineResult, heads: int
+) -> list[Case]:
+    """The workspace to the byte; what the model's load took beside it, against plain TP."""
+    held = [rank["after"]["buffers"] for rank in result.ranks]
+    if not any(held):
+        return []  # a kernel that needs no workspace
+    plan = plan_workspace(
+        gathered_heads(
+            heads // configuration.tp, configuration.tp, configuration.pcp, configuration.dcp
+        ),
+        result.spec.max_num_batched_tokens,
+        slab_limit_bytes=DEFAULT_SLAB_LIMIT_BYTES,
+    )
+    sizes = {buffers[0][1] for buffers in held}
+    problems = (
+        ()
+        if sizes == {plan.total_bytes}
+        else (f"the workspace is {sorted(sizes)} bytes, planned were {plan.total_bytes}.",)
+    )
+    off = max(abs(size - plan.total_bytes) for size in sizes) / plan.total_bytes
+    return [
+        Case(f"{configuration.name}: workspace", not problems, off, 0.0, problems),
+    ]
+
+
+def _drifts(
+    configuration: Configuration,
+    result: EngineResult,
+    one: EngineResult,
+    two: EngineResult,
+    prompts: Sequence[Prompt],
+) -> list[Case]:
+    ours, truth, noise = (np.asarray(r.ranks[0]["scores"]) for r in (result, one, two))
+    cases = []
+    for name in dict.fromkeys(prompt.length_class for prompt in prompts):
+        chosen = [i for i, prompt in enumerate(prompts) if prompt.length_class == name]
+        drift = compare(
+            np.array([distance(ours[i], truth[i]) for i in chosen]),
+            np.array([distance(noise[i], truth[i]) for i in chosen]),
+        )
+        problems = (
+            ()
+            if drift.ok
+            else (
+                f"log-probabilities are {drift.ratio:.2f} times as far from TP1's as TP2's are "
+                f"(95 % interval {drift.low:.2f} to {drift.high:.2f}, accepted {DRIFT_LIMIT}).",
+            )
+        )
+        cases.append(
+            Case(
+                f"{configuration.name}: {name} tokens",
+                drift.ok,
+                drift.high,
+                DRIFT_LIMIT,
+                problems,
+                drift=drift,
+            )
+        )
+    return cases
