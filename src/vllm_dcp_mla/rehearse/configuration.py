@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .engine import SHARED_KV_CACHE_BYTES, EngineSpec, Graphs
+from .engine import SHARED_KV_CACHE_BYTES, SHARED_UTILIZATION, EngineSpec, Graphs
 
 ALIAS = "DCP_MLA_SPARSE"
 #: Utilisation of an engine that has its GPUs for itself.
@@ -69,6 +69,10 @@ class Configuration:
         """The same model and cache with ``tp`` ranks and nothing else."""
         return replace(self, tp=tp, pcp=1, dcp=1, comm="ag_rs", mtp=0, graphs="none")
 
+    def with_dense_prefill(self) -> Configuration:
+        """The same as vLLM serves it: short prompts attend without the cache."""
+        return replace(self, force_mqa=False)
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -106,7 +110,8 @@ def engine_of(
         strict=configuration.dcp > 1,
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        **({} if shared else {"kv_cache_bytes": None, "utilization": _UTILIZATION}),
+        kv_cache_bytes=SHARED_KV_CACHE_BYTES if shared else None,
+        utilization=SHARED_UTILIZATION if shared else _UTILIZATION,
     )
 
 

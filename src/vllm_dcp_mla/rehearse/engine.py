@@ -12,7 +12,7 @@ GRAPHS = ("none", "piecewise", "full")
 #: KV cache of a rank where several share a GPU: the budget cannot be profiled there.
 SHARED_KV_CACHE_BYTES = 2 << 30
 #: vLLM refuses to start with less free memory than this share, also where it sizes nothing by it.
-_SHARED_UTILIZATION = 0.05
+SHARED_UTILIZATION = 0.05
 _MAX_NUM_SEQS = 8
 #: Acceptance of the first, second, ... drafted token when MTP is rehearsed.
 _ACCEPTANCE = 0.5
@@ -58,8 +58,8 @@ class EngineSpec(BaseModel):
     strict: bool = False
     max_model_len: int
     max_num_batched_tokens: int
-    kv_cache_bytes: int | None = SHARED_KV_CACHE_BYTES
-    utilization: float = _SHARED_UTILIZATION
+    kv_cache_bytes: int | None
+    utilization: float
 
     @property
     def world(self) -> int:

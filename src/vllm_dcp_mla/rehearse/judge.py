@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from ..settings import DEFAULT_SLAB_LIMIT_BYTES
 from ..topology import gathered_heads
-from ..workspace import plan_workspace
+from ..workspace import DEFAULT_SLAB_LIMIT_BYTES, plan_workspace
 from .configuration import Configuration
 from .drift import DRIFT_LIMIT, Drift, compare, distance
 from .observe import OURS
 from .schedule import EngineResult
 from .workload import Prompt
-
-#: Memory may round to allocation granules.
-_MEMORY_LIMIT = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +67,13 @@ def judge(
     result = results[configuration.name]
     one, two = (results[configuration.baseline(tp).name] for tp in (1, 2))
     if result.failure is not None:
-        return [_failed(configuration.name, result)]
-    cases = [_conduct(configuration, result)]
+        return [conduct(configuration, result)]
+    cases = [conduct(configuration, result)]
     failed = [_failed(base.spec.name, base) for base in (one, two) if base.failure is not None]
     if failed:
         return cases + failed
     if configuration.dcp > 1:
-        cases += _memory(configuration, result, two, heads)
+        cases += _memory(configuration, result, heads)
     return cases + _drifts(configuration, result, one, two, prompts)
 
 
@@ -92,8 +88,10 @@ def _failed(name: str, result: EngineResult) -> Case:
     )
 
 
-def _conduct(configuration: Configuration, result: EngineResult) -> Case:
-    """Late compilations, waits, collectives, monitors and buffers of an engine."""
+def conduct(configuration: Configuration, result: EngineResult) -> Case:
+    """How an engine ran: late compilations, waits, collectives, monitors and buffers."""
+    if result.failure is not None:
+        return _failed(configuration.name, result)
     problems = []
     for rank in result.ranks:
         number, engine = rank["rank"], rank["engine"]
@@ -141,10 +139,8 @@ def _of_ours(noted: Sequence[Sequence[str]]) -> list[str]:
     return [what for owner, what in noted if owner == OURS]
 
 
-def _memory(
-    configuration: Configuration, result: EngineResult, base: EngineResult, heads: int
-) -> list[Case]:
-    """The workspace to the byte; what the model's load took beside it, against plain TP."""
+def _memory(configuration: Configuration, result: EngineResult, heads: int) -> list[Case]:
+    """The workspace, to the byte."""
     held = [rank["after"]["buffers"] for rank in result.ranks]
     if not any(held):
         return []  # a kernel that needs no workspace
@@ -156,14 +152,10 @@ def _memory(
         slab_limit_bytes=DEFAULT_SLAB_LIMIT_BYTES,
     )
     sizes = {buffers[0][1] for buffers in held}
-    problems = (
-        ()
-        if sizes == {plan.total_bytes}
-        else (f"the workspace is {sorted(sizes)} bytes, planned were {plan.total_bytes}.",)
-    )
-    off = max(abs(size - plan.total_bytes) for size in sizes) / plan.total_bytes
+    off = max(abs(size - plan.total_bytes) for size in sizes)
+    problem = f"the workspace is {sorted(sizes)} bytes, planned were {plan.total_bytes}."
     return [
-        Case(f"{configuration.name}: workspace", not problems, off, 0.0, problems),
+        Case(f"{configuration.name}: workspace", not off, off, 0, (problem,) if off else ()),
     ]
 
 
@@ -182,13 +174,9 @@ def _drifts(
             np.array([distance(ours[i], truth[i]) for i in chosen]),
             np.array([distance(noise[i], truth[i]) for i in chosen]),
         )
-        problems = (
-            ()
-            if drift.ok
-            else (
-                f"log-probabilities are {drift.ratio:.2f} times as far from TP1's as TP2's are "
-                f"(95 % interval {drift.low:.2f} to {drift.high:.2f}, accepted {DRIFT_LIMIT}).",
-            )
+        problem = (
+            f"log-probabilities are {drift.ratio:.2f} times as far from TP1's as TP2's are (95 % "
+            f"interval {drift.low:.2f} to {drift.high:.2f}, accepted {DRIFT_LIMIT})."
         )
         cases.append(
             Case(
@@ -196,7 +184,7 @@ def _drifts(
                 drift.ok,
                 drift.high,
                 DRIFT_LIMIT,
-                problems,
+                () if drift.ok else (problem,),
                 drift=drift,
             )
         )

@@ -29,7 +29,7 @@ _LOG_LINES = 6
 _ERROR = re.compile(r"(?:^|\b)\w*(?:Error|Exception|SystemExit)\b.*: .*|.*out of memory.*")
 
 
-class EngineFailure(RuntimeError):
+class EngineError(RuntimeError):
     """An engine that did not answer; the message says which rank, where and why."""
 
 
@@ -83,7 +83,7 @@ class Engine:
         """Every rank's result once all have ended, None before.
 
         Raises:
-            EngineFailure: a rank died or the time is up; all ranks have been ended then.
+            EngineError: a rank died or the time is up; all ranks have been ended then.
         """
         self._plant()
         statuses = [process.poll() for process in self.processes]
@@ -137,9 +137,9 @@ class Engine:
         if event == self.fault.kill_at and self.processes[1].poll() is None:
             _kill(self.processes[1].pid)
 
-    def _fail(self, reason: str) -> EngineFailure:
+    def _fail(self, reason: str) -> EngineError:
         self.end()
-        return EngineFailure(f"{self.spec.name}: {reason}")
+        return EngineError(f"{self.spec.name}: {reason}")
 
     def _death(self, rank: int, status: int) -> str:
         how = (

@@ -117,7 +117,7 @@ def _watch_syncs(notes: Notes) -> None:
 
 
 def _watch_collectives(notes: Notes, last: _LastCall) -> None:
-    import torch.distributed
+    import torch
     from vllm.distributed.parallel_state import GroupCoordinator
 
     for name in _GROUP_CALLS:
@@ -135,13 +135,14 @@ def _watch_collectives(notes: Notes, last: _LastCall) -> None:
             return _stock(group, x, *args, **kwargs)
 
         setattr(GroupCoordinator, name, counted)
-    exchange = torch.distributed.all_to_all_single
+    distributed: Any = torch.distributed
+    exchange = distributed.all_to_all_single
 
     def counted_exchange(out: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         _count(notes, last, f"all_to_all {_shape(x)}")
         return exchange(out, x, *args, **kwargs)
 
-    torch.distributed.all_to_all_single = counted_exchange
+    distributed.all_to_all_single = counted_exchange
 
 
 def _count(notes: Notes, last: _LastCall, call: str) -> None:

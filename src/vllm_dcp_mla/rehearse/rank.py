@@ -200,7 +200,9 @@ def _describe(llm: Any) -> dict[str, Any]:
 
 def _drafts(llm: Any) -> dict[str, int]:
     """Drafted and accepted tokens."""
-    values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    values: dict[str, Any] = {
+        metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()
+    }
     return {
         "drafted": int(values["vllm:spec_decode_num_draft_tokens"]),
         "accepted": int(values["vllm:spec_decode_num_accepted_tokens"]),

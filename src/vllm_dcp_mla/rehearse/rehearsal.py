@@ -6,14 +6,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import schedule
 from .checkpoint import RehearsalModel, write_checkpoint
 from .configuration import Configuration, Limits, engine_of, with_baselines
 from .faults import Fault
-from .judge import Case, judge
+from .judge import Case, conduct, judge
 from .machine import Machine, ranks_per_gpu
 from .requests import Requests
 from .workload import Prompt, max_model_len, prompts
@@ -28,7 +28,7 @@ class Options:
         max_num_batched_tokens: most tokens of a step.
         ranks_per_gpu: None for the smallest number that works.
         engine_seconds: after which an engine is given up.
-        fault: planted into every engine under DCP, None for none.
+        fault: planted into every engine under DCP, which then runs alone; None for none.
     """
 
     index_topk: int | None
@@ -44,10 +44,10 @@ class Outcome:
 
     Attributes:
         cases: all of them.
-        engines: classes and kernels that ran, by configuration.
-        shared: whether ranks shared GPUs.
+        engines: classes and kernels that ran, by engine.
+        shared: whether ranks shared a GPU.
         seconds: altogether.
-        folder: logs, where a case failed; None where they were removed.
+        folder: the logs, kept where a case failed.
     """
 
     cases: list[Case]
@@ -81,41 +81,35 @@ def rehearse(
         ..models.ModelConfigError: a model that no checkpoint can be made of.
     """
     started = time.monotonic()
-    engines = list(configurations)
-    if options.fault is None:
-        engines = with_baselines(configurations)
+    engines = list(configurations) if options.fault else with_baselines(configurations)
     largest = max(engine.world for engine in engines)
     share = ranks_per_gpu(machine, largest, options.ranks_per_gpu)
     at_once = schedule.ranks_at_once(machine, largest, share)
     folder = Path(tempfile.mkdtemp(prefix="vllm-dcp-mla-rehearse-"))
-    outcome: Outcome | None = None
+    keep = True
     try:
-        models = {}
-        for name in dict.fromkeys(c.model for c in configurations):
-            progress(f"writing a random {name}")
-            checkpoint = folder / f"model{len(models)}"
-            models[name] = write_checkpoint(name, checkpoint, index_topk=options.index_topk)
+        models = _write_models(configurations, folder, options.index_topk, progress)
+        ranks = max(configuration.dcp for configuration in configurations)
         asked = {
-            name: prompts(model.index_topk, model.vocab_size, max(c.dcp for c in configurations))
+            name: prompts(model.index_topk, model.vocab_size, ranks)
             for name, model in models.items()
         }
-        specs = [
-            (
-                engine_of(
-                    engine,
-                    models[engine.model].folder,
-                    Limits(
-                        max_model_len(models[engine.model].index_topk),
-                        options.max_num_batched_tokens,
-                    ),
-                    shared=share > 1 or len(machine.gpus) < largest,
-                ),
-                Requests.of(asked[engine.model], models[engine.model].vocab_size),
-            )
-            for engine in engines
-        ]
         results = schedule.run(
-            specs,
+            [
+                (
+                    engine_of(
+                        engine,
+                        models[engine.model].folder,
+                        Limits(
+                            max_model_len(models[engine.model].index_topk),
+                            options.max_num_batched_tokens,
+                        ),
+                        shared=share > 1,
+                    ),
+                    Requests.of(asked[engine.model], models[engine.model].vocab_size),
+                )
+                for engine in engines
+            ],
             folder,
             ranks_per_gpu=share,
             at_once=at_once,
@@ -123,18 +117,33 @@ def rehearse(
             fault=options.fault,
             progress=progress,
         )
-        outcome = Outcome(
-            _cases(configurations, results, asked, models, options),
-            _classes(results),
+        cases = _cases(configurations, results, asked, models, options.fault is not None)
+        keep = not all(case.ok for case in cases)
+        return Outcome(
+            cases,
+            {name: _class_of(result) for name, result in results.items()},
             share > 1,
             time.monotonic() - started,
-            folder,
+            folder if keep else None,
         )
-        return outcome
     finally:
-        _clean(folder, keep_logs=outcome is None or not outcome.ok)
-        if outcome is not None and outcome.ok:
-            outcome = replace(outcome, folder=None)
+        for checkpoint in folder.glob("model*"):
+            shutil.rmtree(checkpoint)
+        if not keep:
+            shutil.rmtree(folder)
+
+
+def _write_models(
+    configurations: Sequence[Configuration],
+    folder: Path,
+    index_topk: int | None,
+    progress: Callable[[str], None],
+) -> dict[str, RehearsalModel]:
+    models: dict[str, RehearsalModel] = {}
+    for name in dict.fromkeys(configuration.model for configuration in configurations):
+        progress(f"writing a small random {name}")
+        models[name] = write_checkpoint(name, folder / f"model{len(models)}", index_topk=index_topk)
+    return models
 
 
 def _cases(
@@ -142,15 +151,21 @@ def _cases(
     results: dict[str, schedule.EngineResult],
     asked: dict[str, list[Prompt]],
     models: dict[str, RehearsalModel],
-    options: Options,
+    alone: bool,
 ) -> list[Case]:
     cases: list[Case] = []
     for configuration in configurations:
-        if options.fault is not None:
-            cases.append(_faulty(configuration, results[configuration.name]))
+        if alone:
+            cases.append(conduct(configuration, results[configuration.name]))
             continue
-        cases += judge(
-            configuration, results, asked[configuration.model], models[configuration.model].heads
-        )
-    # Engines without DCP serve several configurations; what is wrong with one is said once.
+        model = configuration.model
+        cases += judge(configuration, results, asked[model], models[model].heads)
+    # A baseline serves several configurations; what is wrong with it is said once.
     return list({case.name: case for case in cases}.values())
+
+
+def _class_of(result: schedule.EngineResult) -> str:
+    if not result.ranks:
+        return "did not run"
+    engine = result.ranks[0]["engine"]
+    return f"{', '.join(engine['impls'])} ({', '.join(engine['kernels']) or 'stock kernel'})"

@@ -11,7 +11,7 @@ from typing import Any
 
 from .engine import EngineSpec
 from .faults import Fault
-from .launch import Engine, EngineFailure
+from .launch import Engine, EngineError
 from .machine import Machine, MachineError
 from .requests import Requests
 
@@ -106,7 +106,7 @@ def run(
 def _poll(engine: Engine) -> EngineResult | None:
     try:
         ranks = engine.poll()
-    except EngineFailure as failure:
+    except EngineError as failure:
         return EngineResult(engine.spec, time.monotonic() - engine.started, failure=str(failure))
     if ranks is None:
         return None

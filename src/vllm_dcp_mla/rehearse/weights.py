@@ -10,6 +10,9 @@ rounding error that swaps 1% of the keys then moves the output by 14%. Here, as 
 * one channel of the residual stream is a constant that nothing writes, so that the index weights,
   which are linear in the hidden state, stay positive;
 * the correction bias decides between experts, so that rounding never swaps one.
+
+The MTP layer drafts one token always, whatever its attention gives: a draft changes no output, and
+so can be compared with an engine that drafts nothing. What that layer computes is not compared.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import math
 from typing import Any
 
 import torch
+
+from .workload import FORCED_TOKEN
 
 #: Standard deviation of attention logits over keys: the part all heads share, and a head's own.
 SHARED_LOGITS, OWN_LOGITS = 1.75, 1.0
@@ -77,6 +82,7 @@ class _Writer:
         embedding = self.normal("embedding", config["vocab_size"], self.hidden)
         embedding[:, 0] = ANCHOR
         head = self.linear("head", config["vocab_size"], self.hidden, LOGITS)
+        head[FORCED_TOKEN, 0] = 2 * head[:, 0].abs().max()
         tensors = {
             "model.embed_tokens.weight": embedding,
             "model.norm.weight": self.norm("norm", self.hidden),
@@ -95,7 +101,8 @@ class _Writer:
             prefix + "enorm.weight": self.norm("enorm", self.hidden),
             prefix + "hnorm.weight": self.norm("hnorm", self.hidden),
             prefix + "eh_proj.weight": join,
-            prefix + "shared_head.norm.weight": self.norm("shared_head.norm", self.hidden),
+            # Of the draft's hidden state the constant alone is left: every draft is one token.
+            prefix + "shared_head.norm.weight": torch.eye(1, self.hidden).flatten(),
             prefix + "shared_head.head.weight": head.clone(),
         }
         return {
