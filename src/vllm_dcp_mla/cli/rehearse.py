@@ -54,6 +54,14 @@ def rehearse(
         bool,
         typer.Option("--cover", help="Models, caches, exchanges, graphs and MTP in all pairs."),
     ] = False,
+    soak: Annotated[
+        str,
+        typer.Option(
+            "--soak",
+            metavar="MINUTES",
+            help="Instead: arrivals, aborts and preemptions for so long.",
+        ),
+    ] = "0",
     fault: Annotated[
         str, typer.Option("--break", help=f"Plant a fault, to see it found: {', '.join(FAULTS)}.")
     ] = "",
@@ -61,7 +69,7 @@ def rehearse(
 ) -> None:
     """Serve a small random model on this machine's GPUs with DCP and compare it with one rank."""
     raw = RawRequest(model, _ANY_GPU, tp, pcp, dcp, kv_cache_dtype, max_num_batched_tokens, comm)
-    more = RawRehearsal(mtp, graphs, index_topk, ranks_per_gpu, time_limit, fault, cover)
+    more = RawRehearsal(mtp, graphs, index_topk, ranks_per_gpu, time_limit, fault, soak, cover)
     # Progress is for people; JSON stands alone on standard output.
     status = Console(stderr=True).status("looking at this machine's GPUs")
     try:

@@ -55,6 +55,8 @@ class RehearsalModel:
         index_topk: keys a token selects at most.
         vocab_size: token ids are below it.
         max_model_len: positions that the rope table has.
+        key_elements: of a token's row of a layer's KV cache.
+        index_head_dim: of the indexer's keys.
     """
 
     name: str
@@ -66,6 +68,14 @@ class RehearsalModel:
     index_topk: int
     vocab_size: int
     max_model_len: int
+    key_elements: int
+    index_head_dim: int
+
+    def cache_bytes(self, kv_cache_dtype: str) -> int:
+        """KV and index cache of a token over all layers, an upper estimate (every layer leads)."""
+        element = 1 if "fp8" in kv_cache_dtype else 2
+        # The indexer's cache: an fp8 key and its float32 scale.
+        return (self.layers + 1) * (self.key_elements * element + self.index_head_dim + 4)
 
 
 def write_checkpoint(
@@ -102,6 +112,8 @@ def write_checkpoint(
         index_topk=config["index_topk"],
         vocab_size=config["vocab_size"],
         max_model_len=min(MAX_MODEL_LEN, config["max_position_embeddings"]),
+        key_elements=config["kv_lora_rank"] + config["qk_rope_head_dim"],
+        index_head_dim=config["index_head_dim"],
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .engine import SHARED_KV_CACHE_BYTES, SHARED_UTILIZATION, EngineSpec, Graphs
+from .engine import SHARED_UTILIZATION, EngineSpec, Graphs
 
 ALIAS = "DCP_MLA_SPARSE"
 #: Utilisation of an engine that has its GPUs for itself.
@@ -83,7 +83,7 @@ class Limits:
 
 
 def engine_of(
-    configuration: Configuration, checkpoint: Path, limits: Limits, *, shared: bool
+    configuration: Configuration, checkpoint: Path, limits: Limits, kv_cache_bytes: int | None
 ) -> EngineSpec:
     """The engine that runs a configuration.
 
@@ -91,7 +91,7 @@ def engine_of(
         configuration: what runs.
         checkpoint: its random weights.
         limits: of every engine.
-        shared: whether its ranks share a GPU with others.
+        kv_cache_bytes: of a rank where ranks share a GPU; None where they do not.
     """
     return EngineSpec(
         name=configuration.name,
@@ -110,8 +110,9 @@ def engine_of(
         strict=configuration.dcp > 1,
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        kv_cache_bytes=SHARED_KV_CACHE_BYTES if shared else None,
-        utilization=SHARED_UTILIZATION if shared else _UTILIZATION,
+        shared=kv_cache_bytes is not None,
+        kv_cache_bytes=kv_cache_bytes,
+        utilization=_UTILIZATION if kv_cache_bytes is None else SHARED_UTILIZATION,
     )
 
 

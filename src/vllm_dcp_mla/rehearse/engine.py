@@ -36,6 +36,7 @@ class EngineSpec(BaseModel):
         kernel: the package's setting of that name.
         force_mqa: keep short prompts off the dense prefill path.
         strict: whether a late compilation or a wait for the GPU of ours stops the engine.
+        shared: whether ranks share a GPU.
         max_model_len, max_num_batched_tokens: vLLM's limits, in tokens.
         kv_cache_bytes: of a rank; None where vLLM's profiling decides.
         utilization: ``--gpu-memory-utilization`` where ``kv_cache_bytes`` is None.
@@ -56,6 +57,7 @@ class EngineSpec(BaseModel):
     kernel: str = "auto"
     force_mqa: bool = True
     strict: bool = False
+    shared: bool = False
     max_model_len: int
     max_num_batched_tokens: int
     kv_cache_bytes: int | None
@@ -82,6 +84,7 @@ def llm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "max_num_batched_tokens": spec.max_num_batched_tokens,
         "max_num_seqs": _MAX_NUM_SEQS,
         "seed": 0,
+        "disable_log_stats": False,
         "enable_prefix_caching": True,
         "jit_monitor_mode": "error" if spec.strict else "warn",
         "compilation_config": {"mode": 0, "cudagraph_mode": _CUDAGRAPH_MODES[spec.graphs]},
@@ -109,9 +112,7 @@ def llm_arguments(spec: EngineSpec) -> dict[str, Any]:
     return arguments
 
 
-def environment(
-    spec: EngineSpec, rank: int, local_rank: int, port: int, *, shared: bool
-) -> dict[str, str]:
+def environment(spec: EngineSpec, rank: int, local_rank: int, port: int) -> dict[str, str]:
     """Variables of one rank, on top of the caller's.
 
     Args:
@@ -119,7 +120,6 @@ def environment(
         rank: of ``spec.world``.
         local_rank: number of the GPU.
         port: of the ranks' rendezvous on the loopback interface.
-        shared: whether ranks share a GPU.
     """
     variables = {
         "RANK": str(rank),
@@ -142,7 +142,7 @@ def environment(
         variables["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
     if spec.strict:
         variables["VLLM_GPU_SYNC_CHECK"] = "error"
-    if shared:
+    if spec.shared:
         variables |= SHARED_ENVIRONMENT
     return variables
 

@@ -116,11 +116,11 @@ def conduct(configuration: Configuration, result: EngineResult) -> Case:
     if len({rank["collective_order"] for rank in result.ranks}) > 1:
         problems.append(f"the ranks' collectives differ; they called {counts} of them.")
     if configuration.mtp:
-        drafts = result.ranks[0]["drafts"]
-        if not 0 < drafts["accepted"] < drafts["drafted"]:
+        drafted, accepted = (result.ranks[0]["metrics"][key] for key in ("drafted", "accepted"))
+        if not 0 < accepted < drafted:
             problems.append(
-                f"{drafts['accepted']} of {drafts['drafted']} drafted tokens were accepted; both "
-                "kinds must occur."
+                f"{accepted:.0f} of {drafted:.0f} drafted tokens were accepted; both kinds must "
+                "occur."
             )
     return Case(
         f"{configuration.name}: runs",
@@ -157,6 +157,80 @@ def _memory(configuration: Configuration, result: EngineResult, heads: int) -> l
     return [
         Case(f"{configuration.name}: workspace", not off, off, 0, (problem,) if off else ()),
     ]
+
+
+def judge_soak(configuration: Configuration, results: Mapping[str, EngineResult]) -> list[Case]:
+    """A soak's cases: how it ran, its memory, and whether answers depended on the company.
+
+    Args:
+        configuration: what was soaked.
+        results: of the soak and of its baselines, by name.
+    """
+    result = results[configuration.name]
+    bases = [results[configuration.baseline(tp).name] for tp in (1, 2)]
+    failed = [_failed(r.spec.name, r) for r in (result, *bases) if r.failure is not None]
+    if failed:
+        return failed
+    return [
+        conduct(configuration, result),
+        _soak_memory(configuration, result),
+        _soak_drift(configuration, result, *bases),
+    ]
+
+
+def _soak_memory(configuration: Configuration, result: EngineResult) -> Case:
+    states = [rank["soak"]["states"] for rank in result.ranks]
+    problems = [
+        f"rank {number}: {what} grew from {seen[1][what]:,} to {seen[-1][what]:,} bytes."
+        for number, seen in enumerate(states)
+        for what in ("reserved_bytes", "device_bytes")
+        if len(seen) > 1 and seen[-1][what] > seen[1][what]
+    ]
+    problems += [
+        f"rank {number}: buffers moved."
+        for number, seen in enumerate(states)
+        if any(state["buffers"] != seen[0]["buffers"] for state in seen)
+    ]
+    grown = max(
+        seen[-1]["device_bytes"] - seen[min(1, len(seen) - 1)]["device_bytes"] for seen in states
+    )
+    return Case(f"{configuration.name}: soak memory", not problems, grown, 0, tuple(problems))
+
+
+def _soak_drift(
+    configuration: Configuration, result: EngineResult, one: EngineResult, two: EngineResult
+) -> Case:
+    soak, rank = result.ranks[0]["soak"], result.ranks[0]
+    truth, noise = (np.asarray(r.ranks[0]["scores"]) for r in (one, two))
+    seen = sorted({index for index, _ in soak["distances"]})
+    problems = []
+    for what, count in (
+        ("preempted", rank["metrics"]["preemptions"]),
+        ("aborted", soak["aborted"]),
+    ):
+        if not count:
+            problems.append(f"no request was {what}; the soak must see some.")
+    drift = None
+    if seen:
+        drift = compare(
+            np.array([np.mean([d for i, d in soak["distances"] if i == index]) for index in seen]),
+            np.array([distance(noise[index], truth[index]) for index in seen]),
+        )
+        if not drift.ok:
+            problems.append(
+                f"in company, log-probabilities are {drift.ratio:.2f} times as far from those "
+                f"alone as TP2's are from TP1's (95 % interval {drift.low:.2f} to "
+                f"{drift.high:.2f}, accepted {DRIFT_LIMIT})."
+            )
+    return Case(
+        f"{configuration.name}: {len(soak['distances'])} requests in {soak['steps']} steps, "
+        f"{rank['metrics']['preemptions']:.0f} preempted, {soak['aborted']} aborted",
+        bool(seen) and not problems,
+        drift.high if drift is not None else 0.0,
+        DRIFT_LIMIT,
+        tuple(problems),
+        drift=drift,
+    )
 
 
 def _drifts(

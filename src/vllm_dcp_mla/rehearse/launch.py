@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from .engine import EngineSpec, environment
 from .faults import Fault
+from .mps import MultiProcessService
+from .placement import visible
+from .processes import end_family, kill
 from .rank import RankFiles
 from .requests import Requests
 
@@ -50,21 +51,25 @@ class Engine:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     _held: socket.socket | None = None
+    _service: MultiProcessService | None = None
     _port: int = 0
 
-    def start(self, requests: Requests, ranks_per_gpu: int) -> None:
-        """Starts every rank; ``ranks_per_gpu`` of them share each GPU."""
+    def start(self, requests: Requests, gpus: tuple[int, ...], ranks_per_gpu: int) -> None:
+        """Starts every rank; ``ranks_per_gpu`` of them share each of the GPUs."""
         self.folder.mkdir(mode=0o700)
         (self.folder / "engine.json").write_text(self.spec.model_dump_json())
         (self.folder / "requests.json").write_text(requests.model_dump_json())
         self._held, self._port = _free_port()
         if self.fault is None or not self.fault.keeps_port:
             self._held.close()
-        shared = ranks_per_gpu > 1 and self.spec.world > 1
+        common = {**os.environ, **visible(gpus)}
+        if self.spec.shared and self.spec.world > 1:
+            self._service = MultiProcessService(self.folder / "mps")
+            common |= self._service.start()
         for rank in range(self.spec.world):
             variables = {
-                **os.environ,
-                **environment(self.spec, rank, rank // ranks_per_gpu, self._port, shared=shared),
+                **common,
+                **environment(self.spec, rank, rank // ranks_per_gpu, self._port),
                 **(self.fault.variables if self.fault is not None and rank == 1 else {}),
             }
             with self._files(rank).log.open("wb") as log:
@@ -91,6 +96,7 @@ class Engine:
             if status not in (None, 0):
                 raise self._fail(self._death(rank, status))
         if all(status == 0 for status in statuses):
+            self.end()
             return self._results()
         now = time.monotonic()
         events = [self._files(rank).last_event() for rank in range(self.spec.world)]
@@ -120,22 +126,16 @@ class Engine:
         if self._held is not None:
             self._held.close()
         for process in self.processes:
-            try:
-                family = psutil.Process(process.pid).children(recursive=True)
-            except psutil.NoSuchProcess:
-                family = []
-            for child in family:
-                _kill(child.pid)
-            if process.poll() is None:
-                _kill(process.pid)
-            process.wait()
+            end_family(process)
+        if self._service is not None:
+            self._service.stop()
 
     def _plant(self) -> None:
         if self.fault is None or self.fault.kill_at is None or self.spec.world == 1:
             return
         event = self._files(1).last_event().get("event")
         if event == self.fault.kill_at and self.processes[1].poll() is None:
-            _kill(self.processes[1].pid)
+            kill(self.processes[1].pid)
 
     def _fail(self, reason: str) -> EngineError:
         self.end()
@@ -201,10 +201,3 @@ def _free_port() -> tuple[socket.socket, int]:
     held.bind(("127.0.0.1", 0))
     held.listen()
     return held, held.getsockname()[1]
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it ended meanwhile

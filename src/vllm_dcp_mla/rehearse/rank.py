@@ -7,28 +7,27 @@ identical steps.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from . import soak
 from .engine import EngineSpec, llm_arguments
 from .observe import Notes, install
+from .processes import die_with_parent
 from .requests import Requests
-
-_PR_SET_PDEATHSIG = 1
+from .serve import serve
 
 
 def main(folder: Path) -> None:
     """Serves the folder's requests as the rank that the environment names."""
     rank = int(os.environ["RANK"])
-    _die_with_parent()
+    die_with_parent()
     files = RankFiles(folder, rank)
     # The parent asks with this signal where a rank hangs.
     faulthandler.register(signal.SIGUSR1, files.stack.open("w"), all_threads=True)
@@ -36,13 +35,13 @@ def main(folder: Path) -> None:
     requests = Requests.model_validate_json((folder / "requests.json").read_text())
     notes = Notes()
     files.event("starting")
-    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+    if spec.shared:
         _keep_flashinfer_exchange_out()
     install(notes, files.last_collective)
     started = time.monotonic()
     from vllm import LLM
 
-    llm = LLM(**llm_arguments(spec), disable_log_stats=spec.mtp == 0)
+    llm = LLM(**llm_arguments(spec))
     ready_seconds = time.monotonic() - started
     before = _state()
     warm_up = list(notes.late_compiles)
@@ -50,10 +49,7 @@ def main(folder: Path) -> None:
     files.event("ready", seconds=round(ready_seconds, 1))
     assert not warm_up, "the monitor starts after the warm-up"
     started = time.monotonic()
-    scores = {}
-    for done, (index, positions) in enumerate(serve(llm.llm_engine, requests), start=1):
-        scores[index] = positions
-        files.event("served", done=done, of=len(requests.prompts))
+    answers = _answer(llm.llm_engine, requests, files)
     result = {
         "rank": rank,
         "ready_seconds": ready_seconds,
@@ -65,12 +61,35 @@ def main(folder: Path) -> None:
         "before": before,
         "after": _state(),
         "engine": _describe(llm),
-        "drafts": _drafts(llm) if spec.mtp else None,
-        "scores": [scores[i] for i in range(len(requests.prompts))] if rank == 0 else None,
+        "metrics": _metrics(llm),
+        **answers,
     }
     files.result.write_text(json.dumps(result))
     files.event("done")
     llm.llm_engine.engine_core.shutdown()
+
+
+def _answer(engine: Any, requests: Requests, files: RankFiles) -> dict[str, Any]:
+    """The log-probabilities of every request, or what a soak showed."""
+    if requests.soak is not None:
+        return {"soak": soak.run(engine, requests, requests.soak, _state, _agree, files.event)}
+    scores = {}
+    for done, (index, positions) in enumerate(serve(engine, requests), start=1):
+        scores[index] = positions
+        files.event("served", done=done, of=len(requests.prompts))
+    return {"scores": [scores[index] for index in range(len(requests.prompts))]}
+
+
+def _agree(yes: bool) -> bool:
+    """Whether every rank says yes."""
+    import torch
+    from vllm.distributed.parallel_state import get_world_group
+
+    answer = torch.tensor(int(yes))
+    torch.distributed.all_reduce(
+        answer, torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group
+    )
+    return bool(answer)
 
 
 class RankFiles:
@@ -98,57 +117,6 @@ class RankFiles:
         return json.loads(whole[-1]) if whole else {}
 
 
-def serve(engine: Any, requests: Requests) -> Iterator[tuple[int, list[list[float]]]]:
-    """Serves all requests wave by wave; yields each one's index and its log-probabilities.
-
-    The log-probabilities are ``[positions][scored tokens]``, in nats.
-    """
-    for wave in requests.waves():
-        for index in wave:
-            prompt = {"prompt_token_ids": list(requests.prompts[index])}
-            engine.add_request(str(index), prompt, sampling(requests))
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    yield int(output.request_id), scores_of(output, requests)
-
-
-def sampling(requests: Requests) -> Any:
-    """Greedy, with the token forced, and the log-probabilities of the scored tokens."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        temperature=0,
-        max_tokens=requests.generated,
-        ignore_eos=True,
-        detokenize=False,
-        allowed_token_ids=[requests.forced],
-        logprob_token_ids=requests.scored,
-    )
-
-
-def scores_of(output: Any, requests: Requests) -> list[list[float]]:
-    """The scored tokens' log-probabilities at every generated position.
-
-    Raises:
-        RuntimeError: another token than the forced one was generated.
-    """
-    (completion,) = output.outputs
-    if list(completion.token_ids) != [requests.forced] * requests.generated:
-        raise RuntimeError(
-            f"request {output.request_id} generated {list(completion.token_ids)}; token "
-            f"{requests.forced} was the only one allowed, {requests.generated} times"
-        )
-    return [[step[token].logprob for token in requests.scored] for step in completion.logprobs]
-
-
-def _die_with_parent() -> None:
-    """Nothing is left running when the parent is killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
-        raise SystemExit("the parent ended before this rank started")
-
-
 def _keep_flashinfer_exchange_out() -> None:
     """FlashInfer's all-reduce maps its peers' GPUs and hangs where ranks share one."""
     import vllm.distributed.device_communicators.flashinfer_all_reduce as exchange
@@ -165,7 +133,9 @@ def _state() -> dict[str, Any]:
 
     from .. import device_buffer
 
+    free, total = torch.cuda.mem_get_info()
     return {
+        "device_bytes": total - free,
         "allocated_bytes": torch.cuda.memory_allocated(),
         "reserved_bytes": torch.cuda.memory_reserved(),
         "buffers": [
@@ -198,15 +168,14 @@ def _describe(llm: Any) -> dict[str, Any]:
     }
 
 
-def _drafts(llm: Any) -> dict[str, int]:
-    """Drafted and accepted tokens."""
-    values: dict[str, Any] = {
-        metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()
+def _metrics(llm: Any) -> dict[str, float]:
+    """Drafted and accepted tokens, preempted requests: vLLM's own counters."""
+    wanted = {
+        "vllm:spec_decode_num_draft_tokens": "drafted",
+        "vllm:spec_decode_num_accepted_tokens": "accepted",
+        "vllm:num_preemptions": "preemptions",
     }
-    return {
-        "drafted": int(values["vllm:spec_decode_num_draft_tokens"]),
-        "accepted": int(values["vllm:spec_decode_num_accepted_tokens"]),
-    }
+    return {wanted[m.name]: m.value for m in llm.get_metrics() if m.name in wanted}
 
 
 if __name__ == "__main__":

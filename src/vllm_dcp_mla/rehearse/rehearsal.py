@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from . import schedule
+from . import schedule, soak
 from .checkpoint import RehearsalModel, write_checkpoint
 from .configuration import Configuration, Limits, engine_of, with_baselines
+from .engine import SHARED_KV_CACHE_BYTES, EngineSpec
 from .faults import Fault
-from .judge import Case, conduct, judge
+from .judge import Case, conduct, judge, judge_soak
 from .machine import Machine, ranks_per_gpu
-from .requests import Requests
-from .workload import Prompt, max_model_len, prompts
+from .requests import Requests, Soak
+from .workload import PROMPTS_PER_CLASS, Prompt, max_model_len, prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,15 @@ class Options:
         ranks_per_gpu: None for the smallest number that works.
         engine_seconds: after which an engine is given up.
         fault: planted into every engine under DCP, which then runs alone; None for none.
+        soak_seconds: of a soak in place of the comparison; None for none.
     """
 
     index_topk: int | None
     max_num_batched_tokens: int
     ranks_per_gpu: int | None
     engine_seconds: float
-    fault: Fault | None
+    fault: Fault | None = None
+    soak_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +48,14 @@ class Outcome:
 
     Attributes:
         cases: all of them.
-        engines: classes and kernels that ran, by engine.
+        engines: what each engine was and how long it took, by name.
         shared: whether ranks shared a GPU.
         seconds: altogether.
         folder: the logs, kept where a case failed.
     """
 
     cases: list[Case]
-    engines: dict[str, str] = field(default_factory=dict)
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
     shared: bool = False
     seconds: float = 0.0
     folder: Path | None = None
@@ -84,44 +88,30 @@ def rehearse(
     engines = list(configurations) if options.fault else with_baselines(configurations)
     largest = max(engine.world for engine in engines)
     share = ranks_per_gpu(machine, largest, options.ranks_per_gpu)
-    at_once = schedule.ranks_at_once(machine, largest, share)
+    placement = schedule.place(machine, largest, share)
     folder = Path(tempfile.mkdtemp(prefix="vllm-dcp-mla-rehearse-"))
     keep = True
     try:
         models = _write_models(configurations, folder, options.index_topk, progress)
+        # Prompts are the same for all engines of a model, and as awkward as its most ranks make it.
         ranks = max(configuration.dcp for configuration in configurations)
-        asked = {
-            name: prompts(model.index_topk, model.vocab_size, ranks)
-            for name, model in models.items()
-        }
+        asked = {name: _prompts(model, ranks, options) for name, model in models.items()}
         results = schedule.run(
             [
-                (
-                    engine_of(
-                        engine,
-                        models[engine.model].folder,
-                        Limits(
-                            max_model_len(models[engine.model].index_topk),
-                            options.max_num_batched_tokens,
-                        ),
-                        shared=share > 1,
-                    ),
-                    Requests.of(asked[engine.model], models[engine.model].vocab_size),
-                )
+                _engine(engine, models[engine.model], asked[engine.model], options, share > 1)
                 for engine in engines
             ],
             folder,
-            ranks_per_gpu=share,
-            at_once=at_once,
-            engine_seconds=options.engine_seconds,
+            placement=placement,
+            engine_seconds=options.engine_seconds + (options.soak_seconds or 0),
             fault=options.fault,
             progress=progress,
         )
-        cases = _cases(configurations, results, asked, models, options.fault is not None)
+        cases = _cases(configurations, results, asked, models, options)
         keep = not all(case.ok for case in cases)
         return Outcome(
             cases,
-            {name: _class_of(result) for name, result in results.items()},
+            {name: _describe(result) for name, result in results.items()},
             share > 1,
             time.monotonic() - started,
             folder if keep else None,
@@ -146,26 +136,71 @@ def _write_models(
     return models
 
 
+def _prompts(model: RehearsalModel, ranks: int, options: Options) -> list[Prompt]:
+    per_class = PROMPTS_PER_CLASS if options.soak_seconds is None else soak.PROMPTS_PER_CLASS
+    return prompts(model.index_topk, model.vocab_size, ranks, per_class=per_class)
+
+
+def _engine(
+    configuration: Configuration,
+    model: RehearsalModel,
+    asked: list[Prompt],
+    options: Options,
+    shared: bool,
+) -> tuple[EngineSpec, Requests]:
+    """An engine and what it serves."""
+    limits = Limits(max_model_len(model.index_topk), options.max_num_batched_tokens)
+    spec = engine_of(configuration, model.folder, limits, SHARED_KV_CACHE_BYTES if shared else None)
+    if options.soak_seconds is None:
+        return spec, Requests.of(asked, model.vocab_size)
+    requests = Requests.of(asked, model.vocab_size, soak.GENERATED_TOKENS)
+    if configuration.dcp == 1:
+        return spec, requests
+    crowded = spec.model_copy(
+        update={
+            "kv_cache_bytes": soak.LONGEST_REQUESTS
+            * limits.max_model_len
+            * model.cache_bytes(configuration.kv_cache_dtype)
+            // configuration.dcp
+        }
+    )
+    return crowded, requests.model_copy(update={"soak": Soak(seconds=options.soak_seconds)})
+
+
 def _cases(
     configurations: Sequence[Configuration],
     results: dict[str, schedule.EngineResult],
     asked: dict[str, list[Prompt]],
     models: dict[str, RehearsalModel],
-    alone: bool,
+    options: Options,
 ) -> list[Case]:
     cases: list[Case] = []
     for configuration in configurations:
-        if alone:
-            cases.append(conduct(configuration, results[configuration.name]))
-            continue
         model = configuration.model
-        cases += judge(configuration, results, asked[model], models[model].heads)
+        if options.fault is not None:
+            cases.append(conduct(configuration, results[configuration.name]))
+        elif options.soak_seconds is not None:
+            cases += judge_soak(configuration, results)
+        else:
+            cases += judge(configuration, results, asked[model], models[model].heads)
     # A baseline serves several configurations; what is wrong with it is said once.
     return list({case.name: case for case in cases}.values())
 
 
-def _class_of(result: schedule.EngineResult) -> str:
+def _describe(result: schedule.EngineResult) -> dict[str, Any]:
     if not result.ranks:
-        return "did not run"
-    engine = result.ranks[0]["engine"]
-    return f"{', '.join(engine['impls'])} ({', '.join(engine['kernels']) or 'stock kernel'})"
+        return {"ran": "did not run", "seconds": round(result.seconds, 1)}
+    first = result.ranks[0]
+    engine = first["engine"]
+    return {
+        "ran": f"{', '.join(engine['impls'])} ({', '.join(engine['kernels']) or 'stock kernel'})",
+        "seconds": round(result.seconds, 1),
+        "ready_seconds": round(first["ready_seconds"], 1),
+        "serve_seconds": round(first["serve_seconds"], 1),
+        "model_bytes": engine["model_bytes"],
+        "kv_tokens": engine["kv_blocks"] * engine["kv_block_tokens"],
+        # Whoever they belong to: stock's are its own business, but they are named.
+        "late_compiles": sorted({f"{owner}: {what}" for owner, what in first["late_compiles"]}),
+        "syncs": sorted({f"{owner}: {what}" for owner, what in first["syncs"]}),
+        "metrics": first["metrics"],
+    }

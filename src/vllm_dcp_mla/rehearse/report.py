@@ -29,7 +29,7 @@ def not_rehearsed(outcome: Outcome) -> list[str]:
     said = [_EXTERNAL_LAUNCHER, _DRAFTS]
     if outcome.shared:
         said.append(_SHARED_GPU)
-    if any("reference" in engine for engine in outcome.engines.values()):
+    if any("(reference)" in engine["ran"] for engine in outcome.engines.values()):
         said.append(_REFERENCE)
     return said
 
@@ -38,7 +38,11 @@ def remarks(outcome: Outcome) -> list[str]:
     """What to print under the table: problems, classes that ran, limits, the verdict."""
     wrong = sum(not case.ok for case in outcome.cases)
     lines = [f"{case.name}: {problem}" for case in outcome.cases for problem in case.problems]
-    lines += [f"{name} ran {engine}." for name, engine in outcome.engines.items()]
+    for name, engine in outcome.engines.items():
+        lines.append(f"{name} ran {engine['ran']}.")
+        late = engine.get("late_compiles", ())
+        if late:
+            lines.append(f"{name} compiled while serving: {'; '.join(late)}.")
     lines += not_rehearsed(outcome)
     if outcome.folder is not None:
         lines.append(f"The logs are in {outcome.folder}.")

@@ -38,6 +38,7 @@ class RawRehearsal:
     ranks_per_gpu: str
     time_limit: str
     fault: str
+    soak: str
     cover: bool
 
 
@@ -93,6 +94,8 @@ class Rehearsal:
             graphs=self.graphs,
             kernel=kernel,
         )
+        if self.options.soak_seconds is not None or self.options.fault is not None:
+            return [sparse]
         return [sparse, sparse.with_dense_prefill()]
 
 
@@ -106,6 +109,7 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
     problems: list[str] = []
     mtp = _integer("--mtp", more.mtp, 0, _MOST_MTP, problems)
     seconds = _integer("--time-limit", more.time_limit, 10, 86_400, problems)
+    minutes = _integer("--soak", more.soak, 0, 1440, problems)
     share = None
     if more.ranks_per_gpu != _AUTO:
         share = _integer("--ranks-per-gpu", more.ranks_per_gpu, 1, 64, problems, f"{_AUTO} or ")
@@ -140,6 +144,7 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
             ranks_per_gpu=share,
             engine_seconds=seconds,
             fault=FAULTS[more.fault] if more.fault else None,
+            soak_seconds=60 * minutes or None,
         ),
     )
 

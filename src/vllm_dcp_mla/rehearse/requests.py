@@ -7,6 +7,15 @@ from pydantic import BaseModel, ConfigDict
 from . import workload
 
 
+class Soak(BaseModel):
+    """A soak of so many seconds, from a seed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seconds: float
+    seed: int = 0
+
+
 class Requests(BaseModel):
     """What an engine serves.
 
@@ -16,6 +25,7 @@ class Requests(BaseModel):
         forced: the token generated at every position.
         generated: tokens generated for each request.
         scored: tokens whose log-probabilities are wanted at every position.
+        soak: serve them again and again instead; see :mod:`.soak`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -25,15 +35,21 @@ class Requests(BaseModel):
     forced: int
     generated: int
     scored: list[int]
+    soak: Soak | None = None
 
     @classmethod
-    def of(cls, prompts: list[workload.Prompt], vocab_size: int) -> Requests:
-        """The rehearsal's prompts with its forced and scored tokens."""
+    def of(
+        cls,
+        prompts: list[workload.Prompt],
+        vocab_size: int,
+        generated: int = workload.GENERATED_TOKENS,
+    ) -> Requests:
+        """Prompts with the rehearsal's forced and scored tokens."""
         return cls(
             prompts=[list(prompt.tokens) for prompt in prompts],
             wave=[prompt.wave for prompt in prompts],
             forced=workload.FORCED_TOKEN,
-            generated=workload.GENERATED_TOKENS,
+            generated=generated,
             scored=workload.scored_tokens(vocab_size),
         )
 

@@ -13,6 +13,7 @@ from .engine import EngineSpec
 from .faults import Fault
 from .launch import Engine, EngineError
 from .machine import Machine, MachineError
+from .placement import Placement
 from .requests import Requests
 
 #: Device memory of a rank of the small model: CUDA's context, weights, workspace, KV cache, NCCL's
@@ -33,31 +34,31 @@ class EngineResult:
     failure: str | None = None
 
 
-def ranks_at_once(machine: Machine, largest: int, ranks_per_gpu: int) -> int:
-    """Ranks that may run at a time, at least those of the largest engine.
+def place(machine: Machine, largest: int, ranks_per_gpu: int) -> Placement:
+    """Room for engines of up to ``largest`` ranks, several at a time where ranks share GPUs.
 
     Raises:
         MachineError: the largest engine does not fit the free memory.
     """
-    if ranks_per_gpu == 1 and largest > 1:
-        return largest
+    if ranks_per_gpu == 1:
+        return Placement(len(machine.gpus), 1, 1)
     free = min(gpu.free_bytes for gpu in machine.gpus)
     fits = free // RANK_BYTES
-    if fits < min(ranks_per_gpu, largest):
+    share = min(ranks_per_gpu, largest)
+    if fits < share:
         raise MachineError(
-            f"a GPU has {free / 2**30:.1f} GiB free, and {min(ranks_per_gpu, largest)} ranks on it "
-            f"need {min(ranks_per_gpu, largest) * RANK_BYTES / 2**30:.0f}; end what else uses it, "
-            "or rehearse with fewer ranks."
+            f"a GPU has {free / 2**30:.1f} GiB free, and {share} ranks on it need "
+            f"{share * RANK_BYTES / 2**30:.0f}; end what else uses it, or rehearse fewer ranks."
         )
-    return max(largest, min(fits, (os.cpu_count() or 1) // _CORES_PER_RANK))
+    cores = (os.cpu_count() or 1) // _CORES_PER_RANK // len(machine.gpus)
+    return Placement(len(machine.gpus), ranks_per_gpu, max(share, min(fits, cores)))
 
 
 def run(
     specs: Sequence[tuple[EngineSpec, Requests]],
     folder: Path,
     *,
-    ranks_per_gpu: int,
-    at_once: int,
+    placement: Placement,
     engine_seconds: float,
     fault: Fault | None,
     progress: Callable[[str], None],
@@ -67,19 +68,17 @@ def run(
     Args:
         specs: engines and what they serve.
         folder: private; gets a folder for each engine.
-        ranks_per_gpu: that share a GPU.
-        at_once: ranks that may run at a time.
+        placement: the GPUs.
         engine_seconds: after which an engine is given up.
         fault: planted into engines under DCP, or None.
         progress: told what is going on, often.
     """
     waiting = list(specs)
-    running: list[Engine] = []
+    running: dict[str, tuple[Engine, tuple[int, ...]]] = {}
     results: dict[str, EngineResult] = {}
     try:
         while waiting or running:
-            used = sum(engine.spec.world for engine in running)
-            while waiting and used + waiting[0][0].world <= at_once:
+            while waiting and (gpus := placement.take(waiting[0][0].world)) is not None:
                 spec, requests = waiting.pop(0)
                 engine = Engine(
                     spec,
@@ -87,18 +86,17 @@ def run(
                     time.monotonic() + engine_seconds,
                     fault if spec.dcp > 1 else None,
                 )
-                running.append(engine)
-                engine.start(requests, ranks_per_gpu)
-                used += spec.world
-            for engine in list(running):
-                result = _poll(engine)
-                if result is not None:
-                    results[engine.spec.name] = result
-                    running.remove(engine)
-            progress("; ".join(engine.progress() for engine in running))
+                running[spec.name] = engine, gpus
+                engine.start(requests, gpus, placement.ranks_per_gpu)
+            for name, (engine, gpus) in list(running.items()):
+                if (result := _poll(engine)) is not None:
+                    results[name] = result
+                    placement.give_back(gpus, engine.spec.world)
+                    del running[name]
+            progress("; ".join(engine.progress() for engine, _ in running.values()))
             time.sleep(_POLL_SECONDS)
     finally:
-        for engine in running:
+        for engine, _ in running.values():
             engine.end()
     return results
 

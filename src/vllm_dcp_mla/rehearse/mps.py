@@ -1,0 +1,68 @@
+"""NVIDIA's multi-process service for the ranks of one engine, where the machine has it.
+
+Without it the processes on a GPU take turns, and a collective waits for a turn of every rank: on
+one H200, an all-reduce of 128 KiB took 5 ms with 2 ranks, 27 ms with 4 and 158 ms with 8. Each
+engine gets a service of its own, so that a rank that is killed takes no other engine with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from .processes import die_with_parent, end_family
+
+_CONTROL = "nvidia-cuda-mps-control"
+_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+_LOGS = "CUDA_MPS_LOG_DIRECTORY"
+_DEFAULT_PIPES = Path("/tmp/nvidia-mps")
+_START_SECONDS = 10
+
+
+class MultiProcessService:
+    """A service in a folder of its own; :meth:`stop` it once its clients have ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._daemon: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> dict[str, str]:
+        """Starts the service; the variables by which ranks find it.
+
+        Empty where the machine has none, where it does not start, and where one runs already: CUDA
+        then finds that one, or lets the ranks take turns.
+        """
+        control = shutil.which(_CONTROL)
+        if control is None or _PIPES in os.environ or (_DEFAULT_PIPES / "control").exists():
+            return {}
+        self._folder.mkdir(mode=0o700)
+        variables = {_PIPES: str(self._folder), _LOGS: str(self._folder)}
+        self._daemon = subprocess.Popen(
+            [sys.executable, "-m", __name__, control],
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline and self._daemon.poll() is None:
+            if (self._folder / "control").exists():
+                return variables
+            time.sleep(0.05)
+        self.stop()
+        return {}
+
+    def stop(self) -> None:
+        """Ends the service and the servers that it started."""
+        if self._daemon is not None:
+            end_family(self._daemon)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    os.execv(sys.argv[1], [sys.argv[1], "-f"])
