@@ -150,7 +150,7 @@ class Engine:
         # A rank whose peer is gone dies of that: the first one that says why is the cause.
         said = next(
             (
-                f" Rank {other} says: {text}"
+                f" Rank {other} says: {text.rstrip('.')}."
                 for other in (rank, *range(self.spec.world))
                 if (text := error_of(self._files(other).log))
             ),

@@ -23,6 +23,15 @@ _DEFAULT_PIPES = Path("/tmp/nvidia-mps")
 _START_SECONDS = 10
 
 
+def available() -> bool:
+    """Whether ranks that share a GPU can run at the same time here."""
+    return shutil.which(_CONTROL) is not None or _is_running()
+
+
+def _is_running() -> bool:
+    return _PIPES in os.environ or (_DEFAULT_PIPES / "control").exists()
+
+
 class MultiProcessService:
     """A service in a folder of its own; :meth:`stop` it once its clients have ended."""
 
@@ -37,7 +46,7 @@ class MultiProcessService:
         then finds that one, or lets the ranks take turns.
         """
         control = shutil.which(_CONTROL)
-        if control is None or _PIPES in os.environ or (_DEFAULT_PIPES / "control").exists():
+        if control is None or _is_running():
             return {}
         self._folder.mkdir(mode=0o700)
         variables = {_PIPES: str(self._folder), _LOGS: str(self._folder)}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import mps
 from .engine import EngineSpec
 from .faults import Fault
 from .launch import Engine, EngineError
@@ -50,8 +51,11 @@ def place(machine: Machine, largest: int, ranks_per_gpu: int) -> Placement:
             f"a GPU has {free / 2**30:.1f} GiB free, and {share} ranks on it need "
             f"{share * RANK_BYTES / 2**30:.0f}; end what else uses it, or rehearse fewer ranks."
         )
-    cores = (os.cpu_count() or 1) // _CORES_PER_RANK // len(machine.gpus)
-    return Placement(len(machine.gpus), ranks_per_gpu, max(share, min(fits, cores)))
+    room = share
+    if mps.available():  # else every further process makes all others wait for their turn
+        cores = (os.cpu_count() or 1) // _CORES_PER_RANK // len(machine.gpus)
+        room = max(share, min(fits, cores))
+    return Placement(len(machine.gpus), ranks_per_gpu, room)
 
 
 def run(

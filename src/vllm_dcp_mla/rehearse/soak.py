@@ -98,7 +98,6 @@ def run(
         states.append(state())
         event("soaked", rounds=len(states) - 1, requests=len(distances), steps=steps)
     return {
-        "alone": [scores.tolist() for scores in alone],
         "distances": distances,
         "aborted": aborted,
         "steps": steps,
