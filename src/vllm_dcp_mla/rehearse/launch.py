@@ -42,12 +42,15 @@ class Engine:
         spec: what runs.
         folder: its files.
         deadline: of ``time.monotonic``.
+        fault: planted into rank 1, None for none.
+        command: of a rank; the engine's folder follows.
     """
 
     spec: EngineSpec
     folder: Path
     deadline: float
     fault: Fault | None
+    command: tuple[str, ...] = (sys.executable, "-m", f"{__package__}.rank")
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     _held: socket.socket | None = None
@@ -75,7 +78,7 @@ class Engine:
             with self._files(rank).log.open("wb") as log:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", f"{__package__}.rank", str(self.folder)],
+                        [*self.command, str(self.folder)],
                         env=variables,
                         stdin=subprocess.DEVNULL,
                         stdout=log,

@@ -49,4 +49,6 @@ def scores_of(output: Any, requests: Requests) -> list[list[float]]:
             f"request {output.request_id} generated {list(completion.token_ids)}; token "
             f"{requests.forced} was the only one allowed, {requests.generated} times"
         )
-    return [[step[token].logprob for token in requests.scored] for step in completion.logprobs]
+    # The last step with speculative tokens may score more positions than were asked for.
+    steps = completion.logprobs[: requests.generated]
+    return [[step[token].logprob for token in requests.scored] for step in steps]
