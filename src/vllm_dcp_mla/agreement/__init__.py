@@ -63,11 +63,22 @@ def check(vllm_config: Any, *, wait_s: float = WAIT_S, **launch: Any) -> None:
     _rounds[group] = number = _rounds.get(group, 0) + 1
     world_rank = parallel_state.get_world_group().rank_in_group
     own = fingerprint(vllm_config, world_rank, launch)
-    _check_group(group, number, own, wait_s)
+    compare(group, number, own, wait_s)
     _engine = weakref.ref(engine)
 
 
-def _check_group(group: Any, number: int, own: dict[str, str], wait_s: float) -> None:
+def compare(group: Any, number: int, own: dict[str, str], wait_s: float) -> None:
+    """Compares this rank with the others of a group.
+
+    Args:
+        group: vLLM's ``GroupCoordinator``.
+        number: which comparison of this group it is, the same on each rank.
+        own: this rank's fingerprint.
+        wait_s: seconds to wait for the other ranks.
+
+    Raises:
+        AgreementError: as :func:`check` does.
+    """
     from torch.distributed import DistError
     from torch.distributed.distributed_c10d import PrefixStore
 
