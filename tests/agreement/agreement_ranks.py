@@ -50,10 +50,10 @@ def say(group, number=1, wait_s=20.0, **changes):
 
 def _on_rank(rank, num_ranks, folder, port, body, args):
     connect(rank, num_ranks, port)
-    try:
-        return body(rank, num_ranks, *args)
-    finally:
-        dist.destroy_process_group()
+    result = body(rank, num_ranks, *args)
+    dist.barrier()  # rank 0 holds the store
+    dist.destroy_process_group()
+    return result
 
 
 def on_ranks(num_ranks, body, *args):

@@ -18,9 +18,9 @@ import logging
 import weakref
 from typing import Any
 
-from .differences import differences, harmless_differences, name_ranks
+from .differences import harmless_differences, name_ranks, stopping_differences
 from .exchange import Answers, Store, collect, leave, publish
-from .fingerprint import fingerprint
+from .fingerprint import rank_fingerprint
 
 logger = logging.getLogger("vllm.dcp_mla")
 
@@ -62,7 +62,7 @@ def check(vllm_config: Any, *, wait_s: float = WAIT_S, **launch: Any) -> None:
     group = parallel_state.get_dcp_group()
     _rounds[group] = number = _rounds.get(group, 0) + 1
     world_rank = parallel_state.get_world_group().rank_in_group
-    own = fingerprint(vllm_config, world_rank, launch)
+    own = rank_fingerprint(vllm_config, world_rank, launch)
     compare(group, number, own, wait_s)
     _engine = weakref.ref(engine)
 
@@ -108,7 +108,7 @@ def _exchange(
 ) -> Answers:
     publish(store, rank, ranks, own, wait_s)
     answers = collect(store, ranks)
-    agreed = not answers.absent and not differences(answers)
+    agreed = not answers.absent and not stopping_differences(answers)
     leave(store, rank, ranks, answers, agreed=agreed)
     return answers
 
@@ -129,7 +129,7 @@ def _problems(rank: int, answers: Answers, wait_s: float) -> list[str]:
             "another attention backend, or the rank died. Look at its log, and run "
             "`vllm-dcp-mla doctor` on its machine in its environment."
         )
-    differing = differences(answers)
+    differing = stopping_differences(answers)
     if differing:
         problems += differing
         problems.append("Give all ranks the same versions, flags and environment.")

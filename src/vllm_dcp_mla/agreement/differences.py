@@ -13,7 +13,7 @@ AUTOTUNE = "FlashInfer autotune cache"
 _MISSING = "not reported"
 
 
-def differences(answers: Answers) -> list[str]:
+def stopping_differences(answers: Answers) -> list[str]:
     """One sentence for each field that the ranks must have in common and do not."""
     return [_sentence(answers, field) for field in _differing(answers) if field != AUTOTUNE]
 

@@ -33,7 +33,7 @@ _OTHER_VARIABLES = (
 )
 
 
-def fingerprint(vllm_config: Any, world_rank: int, launch: dict[str, Any]) -> dict[str, str]:
+def rank_fingerprint(vllm_config: Any, world_rank: int, launch: dict[str, Any]) -> dict[str, str]:
     """This rank's fingerprint.
 
     Args:
@@ -86,7 +86,13 @@ def _environment() -> dict[str, Any]:
 
 def _autotune_cache(vllm_config: Any, world_rank: int) -> str:
     """Whether this rank finds results of an earlier start, of whatever configuration."""
-    if not vllm_config.kernel_config.enable_flashinfer_autotune or not package_folder("flashinfer"):
+    from vllm.platforms import current_platform
+
+    if (
+        not vllm_config.kernel_config.enable_flashinfer_autotune
+        or not current_platform.has_device_capability(90)
+        or package_folder("flashinfer") is None
+    ):
         return "not used"
     from vllm.model_executor.warmup import flashinfer_autotune_cache as stock
 
