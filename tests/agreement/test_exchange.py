@@ -9,7 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
-from agreement_ranks import OWN, free_port, keys_left, make_group, on_ranks, say  # noqa: E402
+from agreement_ranks import (  # noqa: E402
+    OWN,
+    connect,
+    free_port,
+    keys_left,
+    make_group,
+    on_ranks,
+    say,
+)
 
 from vllm_dcp_mla.agreement import exchange  # noqa: E402
 from vllm_dcp_mla.selftest import world  # noqa: E402
@@ -166,7 +174,7 @@ def test_an_engine_does_not_read_what_another_left():
 
 
 def holder_dies(rank, num_ranks, folder, port):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    connect(rank, num_ranks, port)
     group = make_group(rank, [0, 1])
     if rank == 0:
         # Its result is sent before the process, and the store with it, goes.
@@ -184,6 +192,19 @@ def test_a_rank_that_took_the_store_with_it_is_named():
     assert text.endswith(
         "The process that holds the store, rank 0 as a rule, has ended; look at its log."
     )
+
+
+def holder_stops_first(rank, num_ranks, folder, port):
+    connect(rank, num_ranks, port)
+    group = make_group(rank, [0, 1, 2])
+    return say(group, heads=str(rank))  # and the process ends
+
+
+def test_a_rank_that_stops_waits_until_the_others_have_read_why():
+    texts = world.run_ranks(3, holder_stops_first, free_port(), timeout_s=60)
+    for rank, text in enumerate(texts):
+        wanted = [headline(rank, [0, 1, 2]), "- heads: 0 on rank 0; 1 on rank 1; 2 on rank 2."]
+        assert text.splitlines() == [*wanted, HINT]
 
 
 @pytest.mark.parametrize("kind", ["hash", "file"])
