@@ -27,6 +27,8 @@ _DCP = "vllm/v1/attention/ops/dcp.py"
 _CACHE = "vllm/v1/kv_cache_interface.py"
 _DEEP_GEMM = "vllm/utils/deep_gemm.py"
 _WARMUP = "vllm/model_executor/warmup/jit_warmup.py"
+_GROUPS = "vllm/distributed/parallel_state.py"
+_AUTOTUNE = "vllm/model_executor/warmup/flashinfer_autotune_cache.py"
 _TRITON = "vllm/model_executor/warmup/jit_warmup_triton_helper.py"
 
 _CHUNK_ARGS = (
@@ -126,6 +128,15 @@ SYMBOLS: tuple[Symbol, ...] = (
             *("max_local_total_seq_lens", "pcp_deinterleave_idx"),
         )
     ),
+    Symbol(_GROUPS, "get_dcp_group"),
+    Symbol(_GROUPS, "get_world_group"),
+    Symbol(_GROUPS, "model_parallel_is_initialized"),
+    *(
+        Symbol(_GROUPS, f"GroupCoordinator.{attribute}")
+        for attribute in ("rank", "ranks", "rank_in_group", "cpu_group")
+    ),
+    Symbol(_AUTOTUNE, "flashinfer_autotune_root"),
+    Symbol(_AUTOTUNE, "flashinfer_autotune_filename", ("dp_rank", "rank")),
     Symbol(_DEEP_GEMM, "_paged_mqa_logits_schedule_slots", ("num_sms", "next_n")),
     Symbol(_TRITON, "VllmTritonJitKernel.warmup_inputs", ("compile_key",)),
     Symbol(_TRITON, "TritonWarmupTensor"),
