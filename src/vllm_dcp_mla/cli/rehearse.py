@@ -11,7 +11,7 @@ from rich.console import Console
 from ..models import ModelConfigError
 from ..planner.request import IMPOSSIBLE, RawRequest, RequestError
 from ..rehearse import report
-from ..rehearse.checkpoint import INDEX_TOPK
+from ..rehearse.config import INDEX_TOPK
 from ..rehearse.engine import GRAPHS
 from ..rehearse.faults import FAULTS
 from ..rehearse.machine import MachineError, examine

@@ -16,7 +16,7 @@ from ..planner.request import (
     read_request,
 )
 from ..simulate.gpus import Gpu
-from .checkpoint import INDEX_TOPK
+from .config import INDEX_TOPK
 from .configuration import Configuration, cover
 from .engine import GRAPHS, Graphs
 from .faults import FAULTS

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from .config import count, leader, rope
 from .workload import FORCED_TOKEN
 
 #: Standard deviation of attention logits over keys: the part all heads share, and a head's own.
@@ -39,25 +40,6 @@ ANCHOR = 4.0
 _SILU = 0.6
 
 Tensors = dict[str, torch.Tensor]
-
-
-def leader(config: dict[str, Any], layer: int) -> int:
-    """The layer whose indexer chooses the keys of a layer, by the rule of stock vLLM's attention.
-
-    The MTP layer (``num_hidden_layers``) has an indexer of its own.
-    """
-    if layer >= config["num_hidden_layers"]:
-        return layer
-    pattern, freq = config.get("index_topk_pattern"), config.get("index_topk_freq", 1)
-    offset = config.get("index_skip_topk_offset", 2)
-    while pattern[layer] == "S" if pattern else max(layer - offset + 1, 0) % freq:
-        layer -= 1
-    return layer
-
-
-def followers(config: dict[str, Any]) -> tuple[int, ...]:
-    """The layers without an indexer."""
-    return tuple(i for i in range(config["num_hidden_layers"]) if leader(config, i) != i)
 
 
 def random_weights(config: dict[str, Any], seed: int) -> Tensors:
@@ -197,7 +179,7 @@ class _Writer:
         Scores are below 1, so that the same experts always win; their weights differ by token.
         """
         config = self.config
-        groups, kept = config.get("n_group") or 1, config.get("topk_group") or 1
+        groups, kept = count(config, "n_group"), count(config, "topk_group")
         draw = torch.rand(config["n_routed_experts"], generator=self.generator(own + "bias"))
         bias = draw.view(groups, -1) * 0.1
         eligible = torch.full_like(bias, -math.inf)
@@ -221,9 +203,9 @@ class _Writer:
         The softmax scale is ``qk_head_dim ** -0.5``, times YaRN's ``mscale`` squared.
         """
         scale = (self.nope + self.rope) ** -0.5
-        rope = self.config.get("rope_scaling") or self.config.get("rope_parameters") or {}
-        if rope.get("factor", 1) > 1 and rope.get("mscale_all_dim"):
-            scale *= (0.1 * rope["mscale_all_dim"] * math.log(rope["factor"]) + 1) ** 2
+        factor, mscale = (rope(self.config).get(key) for key in ("factor", "mscale_all_dim"))
+        if factor and factor > 1 and mscale:
+            scale *= (0.1 * mscale * math.log(factor) + 1) ** 2
         return logits / (scale * math.sqrt(max(dims, 1)))
 
     def output(self, name: str, fan_in: int, gain: float) -> torch.Tensor:
