@@ -159,6 +159,44 @@ def _memory(configuration: Configuration, result: EngineResult, heads: int) -> l
     ]
 
 
+def judge_outside(
+    configuration: Configuration,
+    results: Mapping[str, EngineResult],
+    asked: Sequence[int],
+    reference: np.ndarray,
+) -> list[Case]:
+    """How far a configuration is from HF in float32, as a multiple of how far TP1 is.
+
+    Args:
+        configuration: of a bf16 cache.
+        results: of all engines, by name.
+        asked: numbers of the prompts that the reference answered.
+        reference: ``[N, scored tokens]`` behind each prompt.
+    """
+    result, one = results[configuration.name], results[configuration.baseline(1).name]
+    if result.failure is not None or one.failure is not None:
+        return []  # said already
+    ours, truth = (np.asarray(r.ranks[0]["scores"])[:, 0] for r in (result, one))
+    drift = compare(
+        np.array([distance(ours[i], hf) for i, hf in zip(asked, reference, strict=True)]),
+        np.array([distance(truth[i], hf) for i, hf in zip(asked, reference, strict=True)]),
+    )
+    problem = (
+        f"log-probabilities are {drift.ratio:.2f} times as far from HF's as TP1's are (95 % "
+        f"interval {drift.low:.2f} to {drift.high:.2f}, accepted {DRIFT_LIMIT})."
+    )
+    return [
+        Case(
+            f"{configuration.name}: against HF in float32",
+            drift.ok,
+            drift.high,
+            DRIFT_LIMIT,
+            () if drift.ok else (problem,),
+            drift=drift,
+        )
+    ]
+
+
 def judge_soak(configuration: Configuration, results: Mapping[str, EngineResult]) -> list[Case]:
     """A soak's cases: how it ran, its memory, and whether answers depended on the company.
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import schedule, soak
+import numpy as np
+
+from . import outside, schedule, soak
 from .checkpoint import RehearsalModel, write_checkpoint
 from .configuration import Configuration, Limits, engine_of, with_baselines
 from .engine import SHARED_KV_CACHE_BYTES, EngineSpec
 from .faults import Fault
-from .judge import Case, conduct, judge, judge_soak
+from .judge import Case, conduct, judge, judge_outside, judge_soak
 from .machine import Machine, ranks_per_gpu
 from .requests import Requests, Soak
 from .workload import PROMPTS_PER_CLASS, Prompt, max_model_len, prompts
@@ -52,6 +54,7 @@ class Outcome:
         shared: whether ranks shared a GPU.
         seconds: altogether.
         folder: the logs, kept where a case failed.
+        missing: why a model was not compared with HF.
     """
 
     cases: list[Case]
@@ -59,6 +62,7 @@ class Outcome:
     shared: bool = False
     seconds: float = 0.0
     folder: Path | None = None
+    missing: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -107,7 +111,11 @@ def rehearse(
             fault=options.fault,
             progress=progress,
         )
-        cases = _cases(configurations, results, asked, models, options)
+        references: dict[str, np.ndarray] = {}
+        missing: list[str] = []
+        if options.fault is None and options.soak_seconds is None:
+            references, missing = _references(configurations, models, asked, progress)
+        cases = _cases(configurations, results, asked, models, references, options)
         keep = not all(case.ok for case in cases)
         return Outcome(
             cases,
@@ -115,6 +123,7 @@ def rehearse(
             share > 1,
             time.monotonic() - started,
             folder if keep else None,
+            missing,
         )
     finally:
         for checkpoint in folder.glob("model*"):
@@ -134,6 +143,23 @@ def _write_models(
         progress(f"writing a small random {name}")
         models[name] = write_checkpoint(name, folder / f"model{len(models)}", index_topk=index_topk)
     return models
+
+
+def _references(
+    configurations: Sequence[Configuration],
+    models: dict[str, RehearsalModel],
+    asked: dict[str, list[Prompt]],
+    progress: Callable[[str], None],
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """HF's log-probabilities for each model with a bf16 cache; why there are none for others."""
+    found, missing = {}, []
+    for name in dict.fromkeys(c.model for c in configurations if c.kv_cache_dtype == "bfloat16"):
+        progress(f"asking HF about {name}, in float32")
+        try:
+            found[name] = outside.first_scores(models[name], asked[name])
+        except outside.NoReferenceError as error:
+            missing.append(f"{name} was not compared with HF: {error}")
+    return found, missing
 
 
 def _prompts(model: RehearsalModel, ranks: int, options: Options) -> list[Prompt]:
@@ -172,6 +198,7 @@ def _cases(
     results: dict[str, schedule.EngineResult],
     asked: dict[str, list[Prompt]],
     models: dict[str, RehearsalModel],
+    references: dict[str, np.ndarray],
     options: Options,
 ) -> list[Case]:
     cases: list[Case] = []
@@ -183,6 +210,9 @@ def _cases(
             cases += judge_soak(configuration, results)
         else:
             cases += judge(configuration, results, asked[model], models[model].heads)
+            if model in references and configuration.kv_cache_dtype == "bfloat16":
+                numbers = outside.chosen(asked[model])
+                cases += judge_outside(configuration, results, numbers, references[model])
     # A baseline serves several configurations; what is wrong with it is said once.
     return list({case.name: case for case in cases}.values())
 

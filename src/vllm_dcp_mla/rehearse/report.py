@@ -26,7 +26,7 @@ _DRAFTS = "Drafted tokens are forced: what the MTP layer computes was not compar
 
 def not_rehearsed(outcome: Outcome) -> list[str]:
     """What the outcome says nothing about, one sentence each."""
-    said = [_EXTERNAL_LAUNCHER, _DRAFTS]
+    said = [_EXTERNAL_LAUNCHER, _DRAFTS, *outcome.missing]
     if outcome.shared:
         said.append(_SHARED_GPU)
     if any("(reference)" in engine["ran"] for engine in outcome.engines.values()):
