@@ -68,7 +68,7 @@ class Engine:
         common = {**os.environ, **visible(gpus)}
         if self.spec.shared and self.spec.world > 1:
             self._service = MultiProcessService(self.folder / "mps")
-            common |= self._service.start()
+            common |= self._service.start(gpus)
         for rank in range(self.spec.world):
             variables = {
                 **common,

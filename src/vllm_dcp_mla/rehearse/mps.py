@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from .placement import visible
 from .processes import die_with_parent, end_family
 
 _CONTROL = "nvidia-cuda-mps-control"
@@ -39,20 +40,21 @@ class MultiProcessService:
         self._folder = folder
         self._daemon: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> dict[str, str]:
-        """Starts the service; the variables by which ranks find it.
+    def start(self, gpus: tuple[int, ...]) -> dict[str, str]:
+        """Starts the service for some GPUs; the variables by which ranks find it and them.
 
-        Empty where the machine has none, where it does not start, and where one runs already: CUDA
-        then finds that one, or lets the ranks take turns.
+        Where the machine has none, where it does not start, and where one runs already, only the
+        GPUs are named: CUDA then finds that one, or lets the ranks take turns.
         """
+        shown = visible(gpus)
         control = shutil.which(_CONTROL)
         if control is None or _is_running():
-            return {}
+            return shown
         self._folder.mkdir(mode=0o700)
         variables = {_PIPES: str(self._folder), _LOGS: str(self._folder)}
         self._daemon = subprocess.Popen(
             [sys.executable, "-m", __name__, control],
-            env={**os.environ, **variables},
+            env={**os.environ, **shown, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -61,10 +63,11 @@ class MultiProcessService:
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline and self._daemon.poll() is None:
             if (self._folder / "control").exists():
-                return variables
+                # The service numbers the GPUs that it was shown anew.
+                return variables | visible(tuple(range(len(gpus))), environ={})
             time.sleep(0.05)
         self.stop()
-        return {}
+        return shown
 
     def stop(self) -> None:
         """Ends the service and the servers that it started."""
