@@ -242,3 +242,15 @@ def test_a_model_that_cannot_be_rehearsed_leaves_nothing_behind(tmp_path):
     with pytest.raises(ModelConfigError):
         write_checkpoint(str(tmp_path), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, toy, monkeypatch):
+    from vllm_dcp_mla.rehearse import checkpoint
+
+    monkeypatch.setattr(checkpoint, "small_config", lambda *_, **__: toy)
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(OSError, match="taken"):
+        checkpoint.write_checkpoint("glm-5.2", tmp_path / "taken")
+    (tmp_path / "out" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        checkpoint.write_checkpoint("glm-5.2", tmp_path / "out")

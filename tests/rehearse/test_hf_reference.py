@@ -151,8 +151,45 @@ def test_names_a_tensor_too_many(toy, tmp_path):
 
 @pytest.mark.parametrize(
     ("prompts", "token_ids", "says"),
-    [([[]], [[1]], "without tokens"), ([[1], [2]], [[1]], "2 prompts and 1 lists")],
+    [
+        ([[1], []], [[1], [1]], "prompt 1 has no tokens"),
+        ([[1], [2]], [[1]], "2 prompts and 1 lists"),
+        ([[1, 128]], [[1]], "token 128; the model has 0 to 127"),
+        ([[1]], [[-1]], "token -1; the model has 0 to 127"),
+    ],
 )
-def test_bad_prompts(tmp_path, prompts, token_ids, says):
+def test_bad_prompts(toy, tmp_path, prompts, token_ids, says):
+    (tmp_path / "config.json").write_text(json.dumps(toy))
     with pytest.raises(HfReferenceError, match=says):
         last_log_probs(tmp_path, prompts, token_ids)
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_no_checkpoint(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(HfReferenceError, match="holds no checkpoint"):
+        last_log_probs(tmp_path, [[1]], [[1]])
+
+
+def test_too_little_memory(toy, tmp_path, monkeypatch):
+    import torch
+
+    from vllm_dcp_mla.rehearse import hf_reference
+
+    def full(*_):
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(hf_reference, "_load", full)
+    (tmp_path / "config.json").write_text(json.dumps(toy))
+    with pytest.raises(HfReferenceError, match="3 tokens, about 720 bytes"):
+        last_log_probs(tmp_path, [[1], [1, 2, 3]], [[1], [1]])
+
+
+def test_no_gpu(toy, tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "config.json").write_text(json.dumps(toy))
+    with pytest.raises(HfReferenceError, match="torch sees no GPU"):
+        last_log_probs(tmp_path, [[1]], [[1]], "cuda")

@@ -73,13 +73,17 @@ def write_checkpoint(
         OSError: the folder cannot be written.
     """
     config = small_config(model, index_topk=index_topk)
-    from safetensors.torch import save_file  # after the check of the model, which needs no torch
+    from safetensors import SafetensorError  # after the check of the model, which needs no torch
+    from safetensors.torch import save_file
 
     from .weights import random_weights
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    save_file(random_weights(config, seed), folder / WEIGHTS, {"format": "pt"})
+    try:
+        save_file(random_weights(config, seed), folder / WEIGHTS, {"format": "pt"})
+    except SafetensorError as error:  # a full disk, say
+        raise OSError(f"{folder / WEIGHTS} cannot be written: {error}") from None
     return RehearsalModel(
         name=model if model in BUILT_IN else Path(model).resolve().name,
         folder=folder,

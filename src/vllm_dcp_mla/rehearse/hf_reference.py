@@ -9,7 +9,8 @@ What it shares with vLLM's ``models/deepseek_v32``, and what not:
   Hadamard rotation of the indexer's queries and keys, which changes no score.
 * Precision: vLLM computes in bf16, and rounds the indexer's queries and keys to fp8. Up to
   ``index_topk`` tokens every key is selected, and bf16 is all that is left. Beyond, keys near the
-  threshold are swapped; see :data:`BF16_ERROR` for what both cost.
+  threshold are swapped; see :data:`BF16_ERROR` for what both cost. Keys that no index head looks
+  for (4 to 7% under the weights of this package) score exactly 0, so that their order is anyone's.
 * The cache: HF's is not quantised. With an fp8 cache, TP1 of the same cache dtype is the reference.
 * Norms of query and key latents have an epsilon of 1e-6 in HF, whatever ``rms_norm_eps`` says.
   For latents of unit size, as here, 1e-5 in its place changes them by 5e-6.
@@ -29,6 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .checkpoint import CONFIG
 from .config import count
 
 #: Before the answer, when run as a program.
@@ -37,6 +39,7 @@ ANSWER = "vllm-dcp-mla HF reference: "
 #: Mean absolute difference of the 20 largest log-probabilities between HF's model in bf16, with the
 #: indexer's queries and keys rounded to fp8, and in float32: 0.018 to 0.025 for checkpoints of
 #: this package with index_topk 512 and prompts of 100 to 1,200 tokens, on both sides of index_topk.
+#: At 2,000 tokens GLM-5.2's bf16 alone gives 0.020, and so does the rounding to fp8 alone.
 BF16_ERROR = 0.025
 
 
@@ -86,26 +89,58 @@ def last_log_probs(
         For each prompt the log-probabilities of its ``token_ids``, in their order.
 
     Raises:
-        HfReferenceError: no Transformers with this model, a config under which it is another
-            function than vLLM's, tensors that do not fit, or an empty prompt.
+        HfReferenceError: no checkpoint, no Transformers with this model, a config under which it
+            is another function than vLLM's, tensors that do not fit it, a prompt without tokens or
+            with a token beyond the vocabulary, no such device, or too little of its memory.
     """
+    folder = Path(folder)
+    config = _read_config(folder)
+    _check(config, prompts, token_ids)
+    with _exact(device):
+        import torch
+
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise HfReferenceError(f"device is {device!r}, but torch sees no GPU; use 'cpu'.")
+        try:
+            model = _load(folder, config, device)
+            return [
+                _ask(model, prompt, wanted)
+                for prompt, wanted in zip(prompts, token_ids, strict=True)
+            ]
+        except torch.OutOfMemoryError as error:
+            longest = max(map(len, prompts))
+            need = 20 * config["num_attention_heads"] * longest**2
+            raise HfReferenceError(
+                f"{device} has too little memory for the reference of {longest} tokens, about "
+                f"{need:,} bytes beside the weights: {error}; free some, or give shorter prompts."
+            ) from None
+
+
+def _check(
+    config: dict[str, Any], prompts: Sequence[Sequence[int]], token_ids: Sequence[Sequence[int]]
+) -> None:
     if len(prompts) != len(token_ids):
         raise HfReferenceError(
             f"got {len(prompts)} prompts and {len(token_ids)} lists of token ids; give one each."
         )
-    if not all(len(prompt) for prompt in prompts):
-        raise HfReferenceError("got a prompt without tokens; a prompt has at least one.")
-    with _exact(device):
-        import torch
+    vocabulary = range(config["vocab_size"])
+    for number, (prompt, wanted) in enumerate(zip(prompts, token_ids, strict=True)):
+        if not prompt:
+            raise HfReferenceError(f"prompt {number} has no tokens; a prompt has at least one.")
+        if strange := [token for token in (*prompt, *wanted) if token not in vocabulary]:
+            raise HfReferenceError(
+                f"prompt {number} has or asks for token {strange[0]}; the model has 0 to "
+                f"{vocabulary[-1]}."
+            )
 
-        model = _load(Path(folder), device)
-        answers = []
-        for prompt, wanted in zip(prompts, token_ids, strict=True):
-            with torch.inference_mode():
-                ids = torch.tensor([list(prompt)], device=device)
-                logits = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1]
-                answers.append(logits.log_softmax(-1)[list(wanted)].tolist())
-    return answers
+
+def _ask(model: Any, prompt: Sequence[int], wanted: Sequence[int]) -> list[float]:
+    import torch
+
+    with torch.inference_mode():
+        ids = torch.tensor([list(prompt)], device=model.device)
+        logits = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+        return logits.log_softmax(-1)[list(wanted)].tolist()
 
 
 @contextmanager
@@ -127,20 +162,29 @@ def _exact(device: str) -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
-def _load(folder: Path, device: str) -> Any:
+def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        import transformers
-    except ImportError as error:
+        config = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError) as error:
         raise HfReferenceError(
-            f"Transformers does not import: {error}; vLLM needs it too."
+            f"{folder} holds no checkpoint of this package: {error}; write one there first."
         ) from None
-    import torch
-
-    config = json.loads((folder / "config.json").read_text())
     if reasons := invalid_because(config):
         raise HfReferenceError(
             f"HF is no reference for {folder}: {'; '.join(reasons)}. Compare with TP1 only."
         )
+    return config
+
+
+def _load(folder: Path, config: dict[str, Any], device: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise HfReferenceError(
+            f"Transformers does not import: {error}; vLLM needs it too: install vLLM again."
+        ) from None
+    import torch
+
     name, layers = config["architectures"][0], config["num_hidden_layers"]
     if not hasattr(transformers, name):
         raise HfReferenceError(
