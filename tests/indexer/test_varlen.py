@@ -102,6 +102,24 @@ def test_decode_rows(requests, dcp, interleave, padding, prefill, data):
         assert torch.equal(indices, metadata.decode.indices)
 
 
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(
+    ("lengths", "stored"), [((448, 60), False), ((449, 60), True), ((60, 449), True)]
+)
+def test_a_rank_without_keys_asks_deepgemm_for_nothing(lengths, stored, padding):
+    """Rank 7 stores what lies behind 448 tokens; more rows than requests."""
+    common = common_metadata(list(lengths), [3, 2], 2, 7, 8, 64)
+    if padding:
+        common = pad(common, requests=2, tokens=padding)
+    with sm100() as asked, builder(rank=7, dcp=8, interleave=64, mtp=3) as made:
+        poison(made)
+        decode = made.build(0, common).decode
+    check(made, decode, lengths, [3, 2], 7, 8, 64, padding)
+    assert len(asked) == stored
+    # DeepGEMM's stand-in schedules something wherever it is asked.
+    assert bool(decode.schedule_metadata.any()) is stored
+
+
 @pytest.mark.parametrize("rank", range(4))
 def test_rows_follow_the_boundaries_on_the_device(rank):
     """With adaptive verification the host knows the sum, and at most how long each query is."""

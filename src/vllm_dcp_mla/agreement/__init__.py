@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import logging
 import weakref
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from .differences import harmless_differences, name_ranks, stopping_differences
-from .exchange import Answers, Store, collect, leave, publish
+from .exchange import Answers, collect, leave, publish
 from .fingerprint import rank_fingerprint
 
 logger = logging.getLogger("vllm.dcp_mla")
@@ -85,14 +86,18 @@ def compare(group: Any, number: int, own: dict[str, str], wait_s: float) -> None
     # A group's store is its own part of the world's: engines that share a world do not meet.
     store = PrefixStore(f"vllm_dcp_mla/{number}", group.cpu_group.get_group_store())
     try:
-        answers = _exchange(store, group.rank, group.ranks, own, wait_s)
+        publish(store, group.rank, group.ranks, own, wait_s)
+        answers = collect(store, group.ranks)
+        problems = _problems(group.rank, answers, wait_s)
+        # Where this engine stops, all that mattered has been read: the store may go.
+        with suppress(DistError) if problems else nullcontext():
+            leave(store, group.rank, group.ranks, answers, agreed=not problems)
     except DistError as error:
         raise AgreementError(
             f"Rank {group.rank} stops: it lost the store of its process group while it compared "
             f"itself with ranks {group.ranks} ({error}). The process that holds the store, rank 0 "
             "as a rule, has ended; look at its log."
         ) from error
-    problems = _problems(group.rank, answers, wait_s)
     if problems:
         raise AgreementError(
             f"Rank {group.rank} stops: the ranks of its decode context parallel group "
@@ -101,16 +106,6 @@ def compare(group: Any, number: int, own: dict[str, str], wait_s: float) -> None
         )
     for sentence in harmless_differences(answers):
         logger.warning("%s All ranks tune again; the start takes longer.", sentence)
-
-
-def _exchange(
-    store: Store, rank: int, ranks: list[int], own: dict[str, str], wait_s: float
-) -> Answers:
-    publish(store, rank, ranks, own, wait_s)
-    answers = collect(store, ranks)
-    agreed = not answers.absent and not stopping_differences(answers)
-    leave(store, rank, ranks, answers, agreed=agreed)
-    return answers
 
 
 def _problems(rank: int, answers: Answers, wait_s: float) -> list[str]:
