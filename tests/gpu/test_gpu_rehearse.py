@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -24,9 +25,16 @@ pytestmark = [
 SMALL = ("--index-topk", "512", "--max-num-batched-tokens", "2048")
 
 
-def rehearse(*arguments, **variables):
-    """Exit status, answer and seconds of a rehearsal; nothing of it may be left running."""
-    environment = {**os.environ, "VLLM_DCP_MLA_KERNEL": "reference", **variables}
+@pytest.fixture
+def rehearse():
+    """Runs a rehearsal: exit status, answer, seconds. Nothing of it may be left running."""
+    # Sockets have short names.
+    with tempfile.TemporaryDirectory(prefix="r") as folder:
+        yield lambda *arguments, **variables: run(folder, *arguments, **variables)
+
+
+def run(folder, *arguments, **variables):
+    environment = {**os.environ, "VLLM_DCP_MLA_KERNEL": "reference", "TMPDIR": folder, **variables}
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "vllm_dcp_mla.cli.main", "rehearse", *arguments, "--json"],
@@ -37,16 +45,18 @@ def rehearse(*arguments, **variables):
         check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr
-    left = [p for p in psutil.process_iter(["cmdline"]) if is_a_rank(p.info["cmdline"])]
-    assert not left
+    assert not [process for process in psutil.process_iter() if belongs_to(process, folder)]
     return done.returncode, json.loads(done.stdout), time.monotonic() - started
 
 
-def is_a_rank(command):
-    return any("vllm_dcp_mla.rehearse" in word or "cuda-mps" in word for word in command or ())
+def belongs_to(process, folder):
+    try:
+        return process.environ().get("TMPDIR") == folder
+    except psutil.Error:
+        return False
 
 
-def test_a_rehearsal_agrees_with_one_rank():
+def test_a_rehearsal_agrees_with_one_rank(rehearse):
     status, answer, _ = rehearse(*SMALL, "--kv-cache-dtype", "bfloat16")
     assert status == 0, answer["problems"]
     assert all("DcpFlashInferMLASparse" in engine["ran"] for engine in answer["engines"].values())
@@ -62,7 +72,7 @@ def test_a_rehearsal_agrees_with_one_rank():
         ("port-taken", "in use"),
     ],
 )
-def test_a_fault_is_named(fault, said):
+def test_a_fault_is_named(rehearse, fault, said):
     status, answer, seconds = rehearse(*SMALL, "--break", fault)
     assert status == 1
     (problem,) = answer["problems"]
@@ -70,7 +80,7 @@ def test_a_fault_is_named(fault, said):
     assert said in problem
 
 
-def test_too_little_memory_is_said_before_anything_starts():
+def test_too_little_memory_is_said_before_anything_starts(rehearse):
     free, _ = torch.cuda.mem_get_info()
     held = torch.empty(free - (8 << 30), dtype=torch.uint8, device="cuda")
     status, answer, seconds = rehearse(*SMALL)
@@ -81,7 +91,7 @@ def test_too_little_memory_is_said_before_anything_starts():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="ranks need not share a GPU here")
-def test_an_old_nccl_is_said_before_anything_starts():
+def test_an_old_nccl_is_said_before_anything_starts(rehearse):
     old = {"LD_PRELOAD": None, "VLLM_NCCL_SO_PATH": None}
     status, answer, seconds = rehearse(*SMALL, **old)
     if torch.cuda.nccl.version() >= (2, 30) and "LD_PRELOAD" not in os.environ:
@@ -91,7 +101,7 @@ def test_an_old_nccl_is_said_before_anything_starts():
     assert seconds < 60
 
 
-def test_a_folder_without_a_config_is_said(tmp_path):
+def test_a_folder_without_a_config_is_said(rehearse, tmp_path):
     status, answer, _ = rehearse("--model", str(tmp_path))
     assert status == 2
     assert "config.json" in answer["problems"][0]

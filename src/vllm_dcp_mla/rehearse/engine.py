@@ -85,6 +85,7 @@ def llm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "max_num_seqs": _MAX_NUM_SEQS,
         "seed": 0,
         "disable_log_stats": False,
+        "max_logprobs": -1,
         "enable_prefix_caching": True,
         "jit_monitor_mode": "error" if spec.strict else "warn",
         "compilation_config": {"mode": 0, "cudagraph_mode": _CUDAGRAPH_MODES[spec.graphs]},

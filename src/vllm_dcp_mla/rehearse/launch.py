@@ -113,6 +113,10 @@ class Engine:
             raise self._fail(self._stuck())
         return None
 
+    def is_ready(self) -> bool:
+        """Whether the first rank has started."""
+        return self._files(0).last_event().get("event") not in (None, "starting")
+
     def progress(self) -> str:
         """What the first rank does."""
         event = self._files(0).last_event()

@@ -80,9 +80,16 @@ def run(
     waiting = list(specs)
     running: dict[str, tuple[Engine, tuple[int, ...]]] = {}
     results: dict[str, EngineResult] = {}
+    warm = False
     try:
         while waiting or running:
-            while waiting and (gpus := placement.take(waiting[0][0].world)) is not None:
+            # The first engine compiles what all need: it starts alone, the others find it done.
+            warm = warm or any(engine.is_ready() for engine, _ in running.values())
+            while (
+                waiting
+                and (warm or not running)
+                and (gpus := placement.take(waiting[0][0].world)) is not None
+            ):
                 spec, requests = waiting.pop(0)
                 engine = Engine(
                     spec,
@@ -94,6 +101,7 @@ def run(
                 engine.start(requests, gpus, placement.ranks_per_gpu)
             for name, (engine, gpus) in list(running.items()):
                 if (result := _poll(engine)) is not None:
+                    warm = True
                     results[name] = result
                     placement.give_back(gpus, engine.spec.world)
                     del running[name]

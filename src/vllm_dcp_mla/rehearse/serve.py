@@ -24,7 +24,10 @@ def serve(engine: Any, requests: Requests) -> Iterator[tuple[int, list[list[floa
 
 
 def sampling(requests: Requests) -> Any:
-    """Greedy, with the token forced, and the log-probabilities of the scored tokens."""
+    """Greedy, with the token forced, and the log-probabilities of all tokens.
+
+    Those of chosen tokens alone (``logprob_token_ids``) are not given for drafted tokens.
+    """
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -33,7 +36,7 @@ def sampling(requests: Requests) -> Any:
         ignore_eos=True,
         detokenize=False,
         allowed_token_ids=[requests.forced],
-        logprob_token_ids=requests.scored,
+        logprobs=-1,
     )
 
 
@@ -49,6 +52,4 @@ def scores_of(output: Any, requests: Requests) -> list[list[float]]:
             f"request {output.request_id} generated {list(completion.token_ids)}; token "
             f"{requests.forced} was the only one allowed, {requests.generated} times"
         )
-    # The last step with speculative tokens may score more positions than were asked for.
-    steps = completion.logprobs[: requests.generated]
-    return [[step[token].logprob for token in requests.scored] for step in steps]
+    return [[step[token].logprob for token in requests.scored] for step in completion.logprobs]

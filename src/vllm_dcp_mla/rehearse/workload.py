@@ -13,7 +13,7 @@ from dataclasses import dataclass
 PROMPTS_PER_CLASS = 32
 #: Tokens generated after each prompt: the first from a prefill, the others from decode steps.
 GENERATED_TOKENS = 8
-#: Tokens whose log-probability is compared at every position; vLLM takes at most 128.
+#: Tokens whose log-probability is compared at every position.
 SCORED_TOKENS = 64
 #: Where a prompt repeats the start of an earlier one: vLLM caches whole blocks of 64 tokens.
 _SHARED_PART = 0.75
