@@ -17,7 +17,7 @@ def common_prefix(left, right):
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     st.sampled_from(INDEX_TOPK),
     st.integers(1, 8),
@@ -40,7 +40,7 @@ def test_prompts_fill_their_classes(index_topk, ranks, per_class, seed):
     assert [p.wave for p in made] == sorted(p.wave for p in made)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.sampled_from(INDEX_TOPK), st.integers(2, 64))
 def test_one_prompt_is_shorter_than_the_ranks(index_topk, ranks):
     lengths = [len(p.tokens) for p in prompts(index_topk, VOCAB_SIZE, ranks)]
@@ -49,7 +49,7 @@ def test_one_prompt_is_shorter_than_the_ranks(index_topk, ranks):
     assert index_topk in lengths
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.sampled_from(INDEX_TOPK), st.integers(0, 50))
 def test_the_second_wave_repeats_whole_blocks_of_the_first(index_topk, seed):
     made = prompts(index_topk, VOCAB_SIZE, 4, seed=seed)
