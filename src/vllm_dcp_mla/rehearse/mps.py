@@ -51,7 +51,7 @@ class MultiProcessService:
         self._folder.mkdir(mode=0o700)
         variables = {_PIPES: str(self._folder), _LOGS: str(self._folder)}
         self._daemon = subprocess.Popen(
-            [sys.executable, "-m", __name__, control],
+            [sys.executable, "-m", __name__, str(os.getpid()), control],
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -73,5 +73,5 @@ class MultiProcessService:
 
 
 if __name__ == "__main__":
-    die_with_parent()
-    os.execv(sys.argv[1], [sys.argv[1], "-f"])
+    die_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], [sys.argv[2], "-f"])
