@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -211,7 +212,7 @@ def error_of(log: Path) -> str:
     """The last error that a log names, empty without one."""
     lines = [line.strip() for line in _text(log).splitlines()]
     error = ""
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    for line, following in itertools.pairwise([*lines, ""]):
         if found := _ERROR.fullmatch(line):
             error = found[1]
             if "validation error" in error:  # Pydantic says in the next line what is wrong
