@@ -51,16 +51,12 @@ class Case:
 
     def as_json(self) -> dict[str, Any]:
         """The case with the fixed keys of every command's cases; JSON knows no infinity: null."""
-        return _finite(asdict(self))
+        return asdict(self, dict_factory=lambda items: _finite(dict(items)))
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: _finite(value)
-        if isinstance(value, dict)
-        else None
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in values.items()
     }
 
@@ -226,18 +222,19 @@ def _soak_drift(
     ):
         if not count:
             problems.append(f"no request was {what}; the soak must see some.")
-    drift = None
+    drift: Drift | None = None
     if seen:
-        drift = compare(
-            np.array([np.mean([d for i, d in soak["distances"] if i == index]) for index in seen]),
-            _distances(noise, truth, seen),
+        means = [np.mean([d for i, d in soak["distances"] if i == index]) for index in seen]
+        try:
+            drift = compare(np.array(means), _distances(noise, truth, seen))
+        except ValueError as error:
+            problems.append(f"TP2 is not comparable with TP1: {error}.")
+    if drift is not None and not drift.ok:
+        problems.append(
+            f"in company, log-probabilities are {drift.ratio:.2f} times as far from those "
+            f"alone as TP2's are from TP1's (95 % interval {drift.low:.2f} to "
+            f"{drift.high:.2f}, accepted {DRIFT_LIMIT})."
         )
-        if not drift.ok:
-            problems.append(
-                f"in company, log-probabilities are {drift.ratio:.2f} times as far from those "
-                f"alone as TP2's are from TP1's (95 % interval {drift.low:.2f} to "
-                f"{drift.high:.2f}, accepted {DRIFT_LIMIT})."
-            )
     return Case(
         f"{configuration.name}: {len(soak['distances'])} requests in {soak['steps']} steps, "
         f"{rank['metrics']['preemptions']:.0f} preempted, {soak['aborted']} aborted",
