@@ -131,6 +131,8 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
     impossible = request.problems()
     if request.tp * request.pcp == 1 and not impossible:
         impossible = ["--tp and --pcp are 1: one rank is what a rehearsal compares with; use 2."]
+    if minutes and more.fault:
+        impossible.append("--soak and --break are both given; leave one out.")
     if impossible:
         raise RequestError(impossible, IMPOSSIBLE)
     return Rehearsal(
