@@ -306,6 +306,10 @@ PYDANTIC = "pydantic_core._pydantic_core.ValidationError: 1 validation error for
             f"{PYDANTIC}\n  Value error, tp is odd [type=value_error]\n    For more\n",
             f"{PYDANTIC} Value error, tp is odd [type=value_error]",
         ),
+        (
+            f"[rank0]: {PYDANTIC}\n[rank0]:   Value error, tp is odd\n",
+            f"{PYDANTIC} Value error, tp is odd",
+        ),
     ],
 )
 def test_the_last_error_of_a_log(tmp_path, log, error):

@@ -255,8 +255,10 @@ def _drifts(
 ) -> list[Case]:
     ours, truth, noise = (r.ranks[0]["scores"] for r in (result, one, two))
     cases = []
-    for name in dict.fromkeys(prompt.length_class for prompt in prompts):
-        chosen = [i for i, prompt in enumerate(prompts) if prompt.length_class == name]
+    by_class: dict[str, list[int]] = {}
+    for index in sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens)):
+        by_class.setdefault(prompts[index].length_class, []).append(index)
+    for name, chosen in by_class.items():  # the shortest class first
         title = f"{configuration.name}: {name} tokens"
         try:
             drift = compare(_distances(ours, truth, chosen), _distances(noise, truth, chosen))

@@ -28,11 +28,12 @@ _EXIT_SECONDS = 30
 #: For the ranks of a stuck engine to write their stacks.
 _STACK_SECONDS = 2
 _STACK_LINES = 40
-#: What Python, torch's hook for exceptions and faulthandler print of an error.
+#: What Python, CUDA's allocator and faulthandler print of an error.
 _ERROR = re.compile(
-    r"(?:\[rank\d+\]: )?"
-    r"([\w.]*(?:Error|Exception|Interrupt)(?:: .*)?|Fatal Python error: .*|.*out of memory.*)"
+    r"[\w.]*(?:Error|Exception|Interrupt)(?:: .*)?|Fatal Python error: .*|.*out of memory.*"
 )
+#: Before each line of an exception, once torch.distributed knows its rank.
+_RANK = re.compile(r"^\[rank\d+\]:")
 #: Last event: when a rank ended.
 _WHEN = {
     None: "before it started",
@@ -210,13 +211,12 @@ class Engine:
 
 def error_of(log: Path) -> str:
     """The last error that a log names, empty without one."""
-    lines = [line.strip() for line in _text(log).splitlines()]
+    lines = [_RANK.sub("", line).strip() for line in _text(log).splitlines()]
     error = ""
     for line, following in itertools.pairwise([*lines, ""]):
-        if found := _ERROR.fullmatch(line):
-            error = found[1]
-            if "validation error" in error:  # Pydantic says in the next line what is wrong
-                error += f" {following}"
+        if _ERROR.fullmatch(line):
+            # Pydantic says in the next line what is wrong.
+            error = f"{line} {following}" if "validation error" in line else line
     return error
 
 

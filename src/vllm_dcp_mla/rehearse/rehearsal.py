@@ -204,7 +204,7 @@ def _cases(
 
 def _describe(result: schedule.EngineResult) -> dict[str, Any]:
     if not result.ranks:
-        return {"ran": "did not run", "seconds": round(result.seconds, 1)}
+        return {"ran": None, "seconds": round(result.seconds, 1)}
     first = result.ranks[0]
     engine = first["engine"]
     return {
