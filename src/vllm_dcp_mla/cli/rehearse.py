@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ..models import ModelConfigError
 from ..planner.request import IMPOSSIBLE, RawRequest, RequestError
@@ -81,7 +82,7 @@ def rehearse(
                 rehearsal.configurations(machine, kernel),
                 machine,
                 rehearsal.options,
-                status.update,
+                lambda text: status.update(Text(text)),  # a folder's name is no markup
             )
     except RequestError as error:
         _refuse(error.problems, error.exit_code, as_json)

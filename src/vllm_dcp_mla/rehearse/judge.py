@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from .drift import DRIFT_LIMIT, Drift, compare, distance
 from .observe import OURS
 from .schedule import EngineResult
 from .workload import Prompt
+
+#: Log-probabilities ``[positions][scored tokens]`` of a prompt.
+Scores = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,15 @@ class Case:
     drift: Drift | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The case with the fixed keys of every command's cases."""
-        return asdict(self)
+        """The case with the fixed keys of every command's cases; JSON knows no infinity: null."""
+        return asdict(self, dict_factory=lambda items: _finite(dict(items)))
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
 
 
 def judge(
@@ -151,7 +162,7 @@ def _memory(configuration: Configuration, result: EngineResult, heads: int) -> l
         result.spec.max_num_batched_tokens,
         slab_limit_bytes=DEFAULT_SLAB_LIMIT_BYTES,
     )
-    sizes = {buffers[0][1] for buffers in held}
+    sizes = {buffers[0][1] if buffers else 0 for buffers in held}
     off = max(abs(size - plan.total_bytes) for size in sizes)
     problem = f"the workspace is {sorted(sizes)} bytes, planned were {plan.total_bytes}."
     return [
@@ -239,31 +250,33 @@ def _soak_drift(
     configuration: Configuration, result: EngineResult, one: EngineResult, two: EngineResult
 ) -> Case:
     soak, rank = result.ranks[0]["soak"], result.ranks[0]
-    truth, noise = (np.asarray(r.ranks[0]["scores"]) for r in (one, two))
+    truth, noise = (r.ranks[0]["scores"] for r in (one, two))
     seen = sorted({index for index, _ in soak["distances"]})
     problems = []
     for what, count in (
+        ("served to its end", len(seen)),
         ("preempted", rank["metrics"]["preemptions"]),
         ("aborted", soak["aborted"]),
     ):
         if not count:
             problems.append(f"no request was {what}; the soak must see some.")
-    drift = None
+    drift: Drift | None = None
     if seen:
-        drift = compare(
-            np.array([np.mean([d for i, d in soak["distances"] if i == index]) for index in seen]),
-            np.array([distance(noise[index], truth[index]) for index in seen]),
+        means = [np.mean([d for i, d in soak["distances"] if i == index]) for index in seen]
+        try:
+            drift = compare(np.array(means), _distances(noise, truth, seen))
+        except ValueError as error:
+            problems.append(f"TP2 is not comparable with TP1: {error}.")
+    if drift is not None and not drift.ok:
+        problems.append(
+            f"in company, log-probabilities are {drift.ratio:.2f} times as far from those "
+            f"alone as TP2's are from TP1's (95 % interval {drift.low:.2f} to "
+            f"{drift.high:.2f}, accepted {DRIFT_LIMIT})."
         )
-        if not drift.ok:
-            problems.append(
-                f"in company, log-probabilities are {drift.ratio:.2f} times as far from those "
-                f"alone as TP2's are from TP1's (95 % interval {drift.low:.2f} to "
-                f"{drift.high:.2f}, accepted {DRIFT_LIMIT})."
-            )
     return Case(
         f"{configuration.name}: {len(soak['distances'])} requests in {soak['steps']} steps, "
         f"{rank['metrics']['preemptions']:.0f} preempted, {soak['aborted']} aborted",
-        bool(seen) and not problems,
+        not problems,
         drift.high if drift is not None else 0.0,
         DRIFT_LIMIT,
         tuple(problems),
@@ -278,21 +291,25 @@ def _drifts(
     two: EngineResult,
     prompts: Sequence[Prompt],
 ) -> list[Case]:
-    ours, truth, noise = (np.asarray(r.ranks[0]["scores"]) for r in (result, one, two))
+    ours, truth, noise = (r.ranks[0]["scores"] for r in (result, one, two))
     cases = []
-    for name in dict.fromkeys(prompt.length_class for prompt in prompts):
-        chosen = [i for i, prompt in enumerate(prompts) if prompt.length_class == name]
-        drift = compare(
-            np.array([distance(ours[i], truth[i]) for i in chosen]),
-            np.array([distance(noise[i], truth[i]) for i in chosen]),
-        )
+    by_class: dict[str, list[int]] = {}
+    for index in sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens)):
+        by_class.setdefault(prompts[index].length_class, []).append(index)
+    for name, chosen in by_class.items():  # the shortest class first
+        title = f"{configuration.name}: {name} tokens"
+        try:
+            drift = compare(_distances(ours, truth, chosen), _distances(noise, truth, chosen))
+        except ValueError as error:
+            cases.append(Case(title, False, 1, 0, (f"not comparable with TP1: {error}.",)))
+            continue
         problem = (
             f"log-probabilities are {drift.ratio:.2f} times as far from TP1's as TP2's are (95 % "
             f"interval {drift.low:.2f} to {drift.high:.2f}, accepted {DRIFT_LIMIT})."
         )
         cases.append(
             Case(
-                f"{configuration.name}: {name} tokens",
+                title,
                 drift.ok,
                 drift.high,
                 DRIFT_LIMIT,
@@ -301,3 +318,20 @@ def _drifts(
             )
         )
     return cases
+
+
+def _distances(
+    scores: Sequence[Scores], reference: Sequence[Scores], prompts: Sequence[int]
+) -> np.ndarray:
+    """Of each prompt.
+
+    Raises:
+        ValueError: the scores of a prompt have another shape or are no numbers; says of which.
+    """
+    found = []
+    for index in prompts:
+        try:
+            found.append(distance(np.asarray(scores[index]), np.asarray(reference[index])))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
+    return np.array(found)

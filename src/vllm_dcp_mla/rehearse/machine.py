@@ -122,7 +122,12 @@ def _probe() -> dict[str, Any]:
                 "free_bytes": free,
             }
         )
-    return {"gpus": gpus, "nccl": _nccl_version(), "versions": {n: _version(n) for n in _LIBRARIES}}
+    return {
+        "gpus": gpus,
+        # A torch without CUDA has no NCCL; that there is no GPU says more.
+        "nccl": _nccl_version() if gpus else (0, 0, 0),
+        "versions": {name: _version(name) for name in _LIBRARIES},
+    }
 
 
 def _nccl_version() -> tuple[int, int, int]:

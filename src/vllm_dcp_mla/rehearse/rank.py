@@ -1,8 +1,8 @@
-"""One rank of an engine, as a process: ``python -m vllm_dcp_mla.rehearse.rank FOLDER``.
+"""One rank of an engine, as a process: ``python -m vllm_dcp_mla.rehearse.rank FOLDER PARENT``.
 
-Reads ``engine.json`` and ``requests.json`` of the folder, writes events and results beside them.
-Every rank runs its own scheduler (``external_launcher``), so all serve identical requests in
-identical steps.
+Reads ``engine.json`` and ``requests.json`` of the folder, writes events and results beside them,
+and ends with the process PARENT. Every rank runs its own scheduler (``external_launcher``), so all
+serve identical requests in identical steps.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .requests import Requests
 from .serve import serve
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, parent: int) -> None:
     """Serves the folder's requests as the rank that the environment names."""
     rank = int(os.environ["RANK"])
-    die_with_parent()
+    die_with_parent(parent)
     files = RankFiles(folder, rank)
     # The parent asks with this signal where a rank hangs.
     faulthandler.register(signal.SIGUSR1, files.stack.open("w"), all_threads=True)
@@ -179,4 +179,4 @@ def _metrics(llm: Any) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

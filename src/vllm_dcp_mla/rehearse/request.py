@@ -7,6 +7,7 @@ from typing import cast
 
 from ..capability import FLASHINFER, explain, serving
 from ..compat.libraries import libraries_here
+from ..models import ModelConfigError
 from ..planner.request import (
     IMPOSSIBLE,
     UNREADABLE,
@@ -16,7 +17,7 @@ from ..planner.request import (
     read_request,
 )
 from ..simulate.gpus import Gpu
-from .config import INDEX_TOPK
+from .config import INDEX_TOPK, small_config
 from .configuration import Configuration, cover
 from .engine import GRAPHS, Graphs
 from .faults import FAULTS
@@ -131,6 +132,13 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
     impossible = request.problems()
     if request.tp * request.pcp == 1 and not impossible:
         impossible = ["--tp and --pcp are 1: one rank is what a rehearsal compares with; use 2."]
+    if minutes and more.fault:
+        impossible.append("--soak and --break are both given; leave one out.")
+    index_topk = int(more.index_topk) if more.index_topk else None
+    try:  # here, where it costs nothing, and not after the machine was looked at
+        small_config(request.model, index_topk=index_topk)
+    except ModelConfigError as error:
+        impossible.append(str(error))
     if impossible:
         raise RequestError(impossible, IMPOSSIBLE)
     return Rehearsal(
@@ -139,7 +147,7 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
         cast(Graphs, more.graphs),
         more.cover,
         Options(
-            index_topk=int(more.index_topk) if more.index_topk else None,
+            index_topk=index_topk,
             max_num_batched_tokens=request.max_num_batched_tokens,
             ranks_per_gpu=share,
             engine_seconds=seconds,
