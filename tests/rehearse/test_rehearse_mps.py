@@ -10,12 +10,15 @@ import pytest
 from vllm_dcp_mla.rehearse import mps
 from vllm_dcp_mla.rehearse.mps import MultiProcessService
 
+#: What shows the second of the two GPUs that the caller has.
+THEIRS = {"CUDA_VISIBLE_DEVICES": "7"}
 #: The control daemon in the foreground, with a server as its child.
 SERVES = """
 import os, pathlib, socket, subprocess, sys, time
 pipes = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"])
 logs = pathlib.Path(os.environ["CUDA_MPS_LOG_DIRECTORY"])
 child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+(logs / "gpus").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 (logs / "seen").write_text(f"{os.getpid()} {child.pid} {sys.argv[1:]}")
 for name in ("control_privileged", "control"):
     socket.socket(socket.AF_UNIX).bind(str(pipes / name))
@@ -26,6 +29,7 @@ time.sleep(600)
 @pytest.fixture(autouse=True)
 def no_service(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
     monkeypatch.setattr(mps, "_DEFAULT_PIPES", tmp_path / "nvidia-mps")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
 
@@ -62,13 +66,15 @@ def ended(pid, seconds=10):
 def test_a_service_starts_and_ends_with_its_children(control, service, tmp_path):
     control(SERVES)
     assert mps.available()
-    variables = service.start()
+    variables = service.start((1,))
     folder = tmp_path / "m"
     if len(str(folder)) <= mps._MAX_FOLDER_BYTES:
         assert variables["CUDA_MPS_PIPE_DIRECTORY"] == str(folder)
     assert variables["CUDA_MPS_LOG_DIRECTORY"] == str(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert (Path(variables["CUDA_MPS_PIPE_DIRECTORY"]) / "control").exists()
+    assert (folder / "gpus").read_text() == "7"
+    assert variables["CUDA_VISIBLE_DEVICES"] == "0", "the service numbers anew what it was shown"
     daemon, server, arguments = (folder / "seen").read_text().split(" ", 2)
     assert arguments == "['-f']", "in the foreground, so that it can be ended"
     service.stop()
@@ -81,7 +87,7 @@ def test_sockets_in_a_long_folder_are_elsewhere_and_removed(control, tmp_path):
     folder = tmp_path / ("long" * 25)
     service = MultiProcessService(folder)
     try:
-        variables = service.start()
+        variables = service.start((1,))
         pipes = Path(variables["CUDA_MPS_PIPE_DIRECTORY"])
         assert len(os.fsencode(pipes / "control_privileged")) <= 107
         assert stat.S_IMODE(pipes.stat().st_mode) == 0o700
@@ -94,7 +100,7 @@ def test_sockets_in_a_long_folder_are_elsewhere_and_removed(control, tmp_path):
 def test_a_service_that_dies_is_none(control, service):
     control("raise SystemExit(1)")
     started = time.monotonic()
-    assert service.start() == {}
+    assert service.start((1,)) == THEIRS
     assert time.monotonic() - started < mps._START_SECONDS, "not waited for once it has ended"
 
 
@@ -106,13 +112,13 @@ def test_a_service_that_never_listens_is_ended(control, service, monkeypatch, tm
         '(logs / "pid").write_text(str(os.getpid()))\n'
         "time.sleep(600)\n"
     )
-    assert service.start() == {}
+    assert service.start((1,)) == THEIRS
     assert ended(int((tmp_path / "m" / "pid").read_text()))
 
 
 def test_without_a_control_program_there_is_none(service, tmp_path):
     assert not mps.available()
-    assert service.start() == {}
+    assert service.start((1,)) == THEIRS
     assert not (tmp_path / "m").exists()
 
 
@@ -125,7 +131,7 @@ def test_one_that_runs_already_is_used(control, service, monkeypatch, tmp_path, 
         (tmp_path / "nvidia-mps").mkdir()
         (tmp_path / "nvidia-mps" / "control").touch()
     assert mps.available()
-    assert service.start() == {}
+    assert service.start((1,)) == THEIRS
     assert not (tmp_path / "m").exists()
 
 

@@ -14,6 +14,7 @@ from vllm_dcp_mla.rehearse.checkpoint import RehearsalModel
 from vllm_dcp_mla.rehearse.configuration import Configuration, cover
 from vllm_dcp_mla.rehearse.faults import FAULTS
 from vllm_dcp_mla.rehearse.machine import LocalGpu, Machine, MachineError
+from vllm_dcp_mla.rehearse.outside import NoReferenceError
 from vllm_dcp_mla.rehearse.rehearsal import Options, rehearse
 from vllm_dcp_mla.rehearse.schedule import EngineResult
 
@@ -43,6 +44,9 @@ class Stage:
             *(Path(model).name, folder, "GlmMoeDsaForCausalLM", 3, (2,), 64),
             *(index_topk or 2048, 2048, 16384, 576, 128),
         )
+
+    def outside(self, model, prompts):
+        raise NoReferenceError("Transformers is too old.")
 
     def run(self, specs, folder, **arguments):
         self.folder, self.arguments = folder, arguments
@@ -80,6 +84,7 @@ def stage(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(rehearsal, "write_checkpoint", made.write)
     monkeypatch.setattr(rehearsal.schedule, "run", made.run)
+    monkeypatch.setattr(rehearsal.outside, "first_scores", made.outside)
     monkeypatch.setattr(rehearsal.schedule.mps, "available", lambda: False)
     return made
 
@@ -269,8 +274,11 @@ def test_json_names_the_problems_and_logs_of_a_bad_run(stage):
 
 def test_what_was_not_rehearsed(stage):
     said = report.not_rehearsed(outcome_of())
-    assert len(said) == 4
-    for word in ("external_launcher", "MTP", "VLLM_USE_DIRECT_DCP_A2A", "trtllm-gen's cubins"):
+    assert len(said) == 5
+    for word in (
+        *("external_launcher", "MTP", "VLLM_USE_DIRECT_DCP_A2A", "trtllm-gen's cubins"),
+        "Transformers is too old.",
+    ):
         assert sum(word in sentence for sentence in said) == 1
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from vllm_dcp_mla.planner.request import IMPOSSIBLE, UNREADABLE, RawRequest, RequestError
-from vllm_dcp_mla.rehearse.checkpoint import INDEX_TOPK
+from vllm_dcp_mla.rehearse.config import INDEX_TOPK
 from vllm_dcp_mla.rehearse.faults import FAULTS
 from vllm_dcp_mla.rehearse.machine import LocalGpu, Machine
 from vllm_dcp_mla.rehearse.request import RawRehearsal, read_rehearsal

@@ -86,6 +86,13 @@ def test_no_more_runs_at_a_time_than_there_is_room_for(run, monkeypatch):
     assert max(most) == 4
 
 
+def test_the_first_engine_compiles_alone(run):
+    said = []
+    run("hangs", spec("a", 1), spec("b", 1), progress=said.append, seconds=2)
+    assert not any("a: " in text and "b: " in text for text in said)
+    assert any("b: " in text for text in said)
+
+
 def test_an_engine_that_fails_stops_no_other(run):
     results = run("raises", spec("alone", 1), spec("pair", 2), seconds=4)
     assert "the cache is on fire" in results["pair"].failure
@@ -101,7 +108,7 @@ def test_a_fault_is_planted_under_dcp_only(run):
 
 def test_progress_names_what_runs(run):
     said = []
-    run("fine", spec("a", 1), spec("b", 1), progress=said.append)
+    run("serves on", spec("a", 1), spec("b", 1), progress=said.append, seconds=3)
     assert any("a: " in text and "b: " in text for text in said)
 
 
@@ -150,7 +157,7 @@ def test_a_command_that_cannot_start_ends_the_others(run, tmp_path, monkeypatch)
 
     monkeypatch.setattr(Engine, "start", start)
     with pytest.raises(OSError, match="no more processes"):
-        run("hangs", spec("first", 2), spec("second", 2))
+        run("serves on", spec("first", 2), spec("second", 2))
 
 
 def test_shared_ranks_find_the_service_and_it_ends_with_them(run, tmp_path, monkeypatch):
@@ -160,7 +167,7 @@ def test_shared_ranks_find_the_service_and_it_ends_with_them(run, tmp_path, monk
         def __init__(self, folder):
             calls.append(folder)
 
-        def start(self):
+        def start(self, gpus):
             return {"CUDA_MPS_PIPE_DIRECTORY": "/pipes"}
 
         def stop(self):

@@ -164,11 +164,3 @@ def test_another_token_than_the_forced_one_is_an_error(tokens):
     completion = SimpleNamespace(token_ids=tokens, logprobs=[])
     with pytest.raises(RuntimeError, match=r"request 7 generated .* only one allowed, 16 times"):
         serve_module.scores_of(SimpleNamespace(request_id="7", outputs=[completion]), REQUESTS)
-
-
-def test_positions_beyond_those_asked_for_are_left_out():
-    """As the last step with speculative tokens scores them."""
-    scored = {token: SimpleNamespace(logprob=-1.0) for token in REQUESTS.scored}
-    completion = SimpleNamespace(token_ids=[0] * 16, logprobs=[scored] * 18)
-    output = SimpleNamespace(request_id="7", outputs=[completion])
-    assert len(serve_module.scores_of(output, REQUESTS)) == 16

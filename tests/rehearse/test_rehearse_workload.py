@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_dcp_mla.rehearse import soak, workload
-from vllm_dcp_mla.rehearse.checkpoint import INDEX_TOPK, MAX_MODEL_LEN, VOCAB_SIZE
+from vllm_dcp_mla.rehearse.config import INDEX_TOPK, MAX_MODEL_LEN, VOCAB_SIZE
 from vllm_dcp_mla.rehearse.requests import Requests
 from vllm_dcp_mla.rehearse.workload import length_classes, max_model_len, prompts, scored_tokens
 
