@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -195,6 +196,38 @@ def test_an_interrupt_is_status_130(capsys, ran, monkeypatch):
 
     monkeypatch.setattr(module, "run_rehearsal", run)
     assert main(["rehearse"]) == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_unwinds_as_an_interrupt_does(ran, monkeypatch, number):
+    before, unwound = signal.getsignal(number), []
+
+    def run(*arguments):
+        try:
+            os.kill(os.getpid(), number)
+            raise AssertionError("this process goes on")
+        finally:
+            unwound.append(number)
+
+    monkeypatch.setattr(module, "run_rehearsal", run)
+    with pytest.raises(SystemExit) as caught:
+        main(["rehearse"])
+    assert (caught.value.code, unwound) == (128 + number, [number])
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_is_ignored_stays_so(ran, monkeypatch):
+    """As under nohup."""
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(
+            module,
+            "run_rehearsal",
+            lambda *arguments: os.kill(os.getpid(), signal.SIGHUP) or Outcome([GOOD]),
+        )
+        assert main(["rehearse"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, handler)
 
 
 def test_help_names_what_is_allowed(capsys):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from vllm_dcp_mla.rehearse import launch
-from vllm_dcp_mla.rehearse.engine import EngineSpec
+from vllm_dcp_mla.rehearse.engine import EngineSpec, environment
 from vllm_dcp_mla.rehearse.faults import FAULTS
 from vllm_dcp_mla.rehearse.launch import Engine, EngineError, error_of
 from vllm_dcp_mla.rehearse.rank import RankFiles
@@ -339,3 +339,14 @@ def test_progress_says_how_far_it_is(start):
     while not re.fullmatch(r"engine: \d+ of 6000 requests", engine.progress()):
         assert time.monotonic() < until, engine.progress()
         time.sleep(0.02)
+
+
+def test_a_real_rank_ends_where_its_parent_has(tmp_path):
+    done = subprocess.run(
+        [*Engine.__dataclass_fields__["command"].default, str(tmp_path), str(2**22)],
+        env={**os.environ, **environment(spec(1), 0, 0, 1)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "the parent ended before this process started" in done.stderr

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import stat
 import tempfile
 from pathlib import Path
@@ -85,7 +86,8 @@ def stage(monkeypatch, tmp_path):
     monkeypatch.setattr(rehearsal, "write_checkpoint", made.write)
     monkeypatch.setattr(rehearsal.schedule, "run", made.run)
     monkeypatch.setattr(rehearsal.outside, "first_scores", made.outside)
-    monkeypatch.setattr(rehearsal.schedule.mps, "available", lambda: False)
+    monkeypatch.setattr(rehearsal.schedule.mps, "available", lambda: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
     return made
 
 
@@ -219,6 +221,7 @@ def test_a_soak_crowds_the_cache_and_lasts_longer(stage):
     assert asked.generated == 64
     assert len(asked.prompts) == 24
     assert stage.arguments["engine_seconds"] == 180
+    assert stage.arguments["placement"].capacity == 2, "nothing else runs beside it"
     assert outcome.ok
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -76,7 +79,7 @@ def rehearse(
     try:
         rehearsal = read_rehearsal(raw, more)
         kernel = load_settings().kernel
-        with status:
+        with status, _unwinding_signals():
             machine = examine()
             outcome = run_rehearsal(
                 rehearsal.configurations(machine, kernel),
@@ -96,6 +99,27 @@ def rehearse(
         for line in report.remarks(outcome):
             out.print(line)
     raise typer.Exit(0 if outcome.ok else IMPOSSIBLE)
+
+
+@contextmanager
+def _unwinding_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a rehearsal as an interrupt does: no engine and no folder is left."""
+
+    def unwind(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    ours = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL  # nohup ignores SIGHUP: so it stays
+    ]
+    for number in ours:
+        signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def unanswered(problems: list[str]) -> dict[str, Any]:

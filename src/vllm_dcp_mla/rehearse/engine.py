@@ -129,6 +129,8 @@ def environment(spec: EngineSpec, rank: int, local_rank: int, port: int) -> dict
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "VLLM_HOST_IP": "127.0.0.1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
