@@ -16,6 +16,20 @@ class Soak(BaseModel):
     seed: int = 0
 
 
+class Recording(BaseModel):
+    """What of the indexers is kept; see :mod:`.record`.
+
+    Attributes:
+        positions: of each prompt, the queries whose selection is kept.
+        whole: prompts of which all else is kept too: hidden states, index keys, outputs.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    positions: list[list[int]]
+    whole: list[int] = []
+
+
 class Requests(BaseModel):
     """What an engine serves.
 
@@ -26,6 +40,7 @@ class Requests(BaseModel):
         generated: tokens generated for each request.
         scored: tokens whose log-probabilities are wanted at every position.
         soak: serve them again and again instead; see :mod:`.soak`.
+        recording: what of the indexers is kept; None for nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,6 +51,7 @@ class Requests(BaseModel):
     generated: int
     scored: list[int]
     soak: Soak | None = None
+    recording: Recording | None = None
 
     @classmethod
     def of(
