@@ -177,7 +177,7 @@ def frequencies(config: dict[str, Any]) -> torch.Tensor:
     blends between.
     """
     dim, scaling = config["qk_rope_head_dim"], rope(config)
-    theta = scaling.get("rope_theta", config.get("rope_theta"))
+    theta = float(scaling.get("rope_theta") or config["rope_theta"])
     plain = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     factor = scaling.get("factor", 1)
     if factor == 1:

@@ -10,45 +10,9 @@ import torch
 from safetensors import safe_open
 
 from .engine import EngineSpec
-from .requests import Recording
-from .workload import Prompt
+from .recall import Query
 
-#: Queries of a prompt whose selection is kept: spread over those for which the indexer chooses, the
-#: last one of the prompt, and one of a decode step.
-SPREAD_QUERIES = 4
-_DECODED = 3
-#: Prompts of each length class of which everything is kept.
-WHOLE_PER_CLASS = 4
 _SCALE_BYTES = 4
-
-#: Prompt, layer, position.
-Query = tuple[int, int, int]
-
-
-def what_to_keep(
-    prompts: Sequence[Prompt], index_topk: int, whole_per_class: int = WHOLE_PER_CLASS
-) -> Recording:
-    """The same queries of the same prompts in every engine.
-
-    Whole prompts are of the first wave, since no engine computes what it has cached.
-
-    Args:
-        prompts: of the rehearsal.
-        index_topk: keys of a query.
-        whole_per_class: prompts of a class of which everything is kept.
-    """
-    positions, whole = [], []
-    taken: dict[str, int] = {}
-    for number, prompt in enumerate(prompts):
-        length = len(prompt.tokens)
-        chosen = {length - 1, length + _DECODED}
-        if (room := length - index_topk) > 0:
-            chosen |= {index_topk + room * part // SPREAD_QUERIES for part in range(SPREAD_QUERIES)}
-        positions.append(sorted(chosen))
-        if prompt.wave == 0 and taken.setdefault(prompt.length_class, 0) < whole_per_class:
-            taken[prompt.length_class] += 1
-            whole.append(number)
-    return Recording(positions=positions, whole=whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +30,7 @@ class Kept:
     @classmethod
     def read(cls, spec: EngineSpec, ranks: Sequence[dict[str, Any]]) -> Kept | None:
         """Of an engine's results; None where nothing was kept."""
-        if any("record" not in rank for rank in ranks):
+        if not ranks or any("record" not in rank for rank in ranks):
             return None
         found = []
         for rank in ranks:

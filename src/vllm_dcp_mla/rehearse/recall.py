@@ -1,16 +1,21 @@
-"""Which share of the right keys an engine's indexers selected, for each length class."""
+"""Which share of the right keys an engine's indexers selected, for each length class.
+
+Needs no torch until there is something to compare.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import torch
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from .checkpoint import RehearsalModel
-from .indexer_reference import load_indexer, recall
-from .kept import Kept, Query
+from .schedule import EngineResult
 from .workload import Prompt
+
+#: Prompt, layer, position.
+Query = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,39 +34,42 @@ class Recall:
     referenced: int
     reference: float
 
+    def as_json(self) -> dict[str, Any]:
+        """JSON knows no NaN: null."""
+        return {k: None if math.isnan(v) else v for k, v in asdict(self).items()}
 
-def reference_recalls(
-    kept: Kept, prompts: Sequence[Prompt], model: RehearsalModel
-) -> dict[Query, float]:
-    """For each query of a whole prompt the share of the reference's keys."""
-    found: dict[Query, float] = {}
-    by_prompt: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
-    for (prompt, layer, position), selected in kept.queries().items():
-        if position < len(prompts[prompt].tokens):
-            by_prompt.setdefault((layer, prompt), []).append((position, selected))
-    indexers = {
-        layer: load_indexer(model.folder, layer) for layer in {layer for layer, _ in by_prompt}
+
+def of_engines(
+    results: Mapping[str, EngineResult],
+    baselines: Mapping[str, str],
+    prompts: Sequence[Prompt],
+    model: RehearsalModel,
+) -> dict[str, dict[str, Recall]]:
+    """By engine and length class; engines that kept nothing are left out.
+
+    Args:
+        results: of the engines, by name.
+        baselines: name of each one's TP1.
+        prompts: what they served.
+        model: their checkpoint.
+    """
+    if not any("record" in rank for name in baselines for rank in results[name].ranks):
+        return {}
+    from .kept import Kept
+    from .selection import reference_recalls, tp1_recalls
+
+    kept = {
+        name: found
+        for name in baselines
+        if (found := Kept.read(results[name].spec, results[name].ranks)) is not None
     }
-    for (layer, prompt), queries in sorted(by_prompt.items()):
-        length = len(prompts[prompt].tokens)
-        hidden = kept.hidden(prompt, layer, length)
-        if hidden is None:
-            continue
-        rows = torch.tensor([position for position, _ in queries])
-        scores = indexers[layer].scores(hidden, torch.arange(length), rows)
-        for (position, selected), row in zip(queries, scores, strict=True):
-            found[prompt, layer, position] = recall(selected.tolist(), row, model.index_topk)
-    return found
-
-
-def tp1_recalls(kept: Kept, tp1: Kept) -> dict[Query, float]:
-    """For each query that both kept the share of TP1's keys."""
-    theirs, found = tp1.queries(), {}
-    for query, selected in kept.queries().items():
-        if query in theirs:
-            wanted = _keys(theirs[query])
-            found[query] = len(wanted & _keys(selected)) / max(len(wanted), 1)
-    return found
+    return {
+        name: by_class(
+            tp1_recalls(own, kept[baselines[name]]), reference_recalls(own, prompts, model), prompts
+        )
+        for name, own in kept.items()
+        if baselines[name] in kept
+    }
 
 
 def by_class(
@@ -79,7 +87,3 @@ def by_class(
         means = [sum(values) / len(values) if values else float("nan") for values in of_class]
         found[name] = Recall(len(of_class[0]), means[0], len(of_class[1]), means[1])
     return found
-
-
-def _keys(selected: torch.Tensor) -> set[int]:
-    return {position for position in selected.tolist() if position >= 0}

@@ -104,7 +104,8 @@ class Recorder:
     def hidden(self, layer: int, hidden_states: Any) -> None:
         """A layer's input ``[T, hidden]``."""
         for span in self._whole():
-            self._keep(span.prompt, layer, "hidden", span.position, hidden_states, span)
+            rows = hidden_states[span.start : span.stop]
+            self._keep(span.prompt, layer, "hidden", span.position, rows)
 
     def selection(
         self, layer: int, topk: Any, q: Any, weights: Any, cache: Any, metadata: Any
