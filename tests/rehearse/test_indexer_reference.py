@@ -114,6 +114,7 @@ def test_recall():
     assert recall([0, 0], scores, 2) == 0.5, "a key counts once"
     assert recall([0, -1], scores, 2) == recall([0, 5], scores, 2) == 0.5
     assert recall([0, 99], scores, 2) == 0.5
+    assert recall([1, -1], torch.tensor([1.0, 5.0, 3.0]), 2) == 0.5, "-1 is not the last key"
     assert recall([0, 1, 2, 3, 4, -1], scores, 512) == 1, "fewer keys than topk"
     assert recall([0, 1, 2, 3], scores, 512) == 0.8
 

@@ -240,6 +240,8 @@ def test_the_same_queries_in_every_engine():
     assert len(chosen) == 12
     assert {prompt.wave for prompt in chosen} == {0}
     assert all(sum(p.length_class == q.length_class for q in chosen) == 4 for p in chosen)
+    again = [Prompt("to 4", (1,) * 3, wave) for wave in (1, 0)]
+    assert Recording.of(again, 4).whole == [1], "what is cached is not computed"
     assert Recording.of([Prompt("to 4", (1,) * 3, 0)], 4).positions == [[2, 6]]
 
 

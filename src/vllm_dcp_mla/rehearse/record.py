@@ -163,18 +163,9 @@ class Recorder:
             if (row := span.row(position)) is not None
         ]
 
-    def _keep(
-        self,
-        prompt: int,
-        layer: int,
-        what: str,
-        position: int,
-        tensor: Any,
-        span: Span | None = None,
-    ) -> None:
+    def _keep(self, prompt: int, layer: int, what: str, position: int, tensor: Any) -> None:
         if layer < self.layers:
-            rows = tensor if span is None else tensor[span.start : span.stop]
-            self.tensors[f"{prompt}/{layer}/{what}/{position}"] = rows.clone()
+            self.tensors[f"{prompt}/{layer}/{what}/{position}"] = tensor.clone()
 
 
 def layer_of(name: str) -> int:

@@ -25,8 +25,6 @@ _EXTERNAL_LAUNCHER = "Ranks ran under external_launcher: spawned workers were no
 _DRAFTS = "Drafted tokens are forced: what the MTP layer computes was not compared."
 
 _DRIFT_HEADINGS = ("drift", "noise", "ratio", "95 %", "limit")
-#: Shares of the keys that float64 selects from the same hidden states, and of TP1's keys.
-_RECALL_HEADINGS = ("recall", "TP1's keys")
 
 
 def not_rehearsed(outcome: Outcome) -> list[str]:
@@ -75,7 +73,7 @@ def table(outcome: Outcome, machine: Machine) -> Table:
     versions = ", ".join(f"{name} {found}" for name, found in machine.versions.items())
     lines = Table(title=f"{gpus}; {versions}", title_justify="left")
     lines.add_column("case")
-    for heading in (*_DRIFT_HEADINGS, *_RECALL_HEADINGS, "late", "waits", "seconds", ""):
+    for heading in (*_DRIFT_HEADINGS, "recall", "late", "waits", "seconds", ""):
         lines.add_column(heading, justify="right")
     for case in outcome.cases:
         lines.add_row(case.name, *_figures(case), "good" if case.ok else "WRONG")
@@ -86,13 +84,8 @@ def _figures(case: Case) -> list[str]:
     drift = case.drift
     if drift is None:
         seconds = f"{case.seconds:.0f}" if case.seconds else ""
-        empty = [""] * len((*_DRIFT_HEADINGS, *_RECALL_HEADINGS))
-        return [*empty, str(case.late_compiles), str(case.syncs), seconds]
+        return [*[""] * len(_DRIFT_HEADINGS), "", str(case.late_compiles), str(case.syncs), seconds]
     figures = [f"{drift.mean:.4f}", f"{drift.noise:.4f}", f"{drift.ratio:.2f}"]
     figures += [f"{drift.low:.2f}-{drift.high:.2f}", f"{case.limit}"]
-    if case.recall is None:
-        figures += [""] * len(_RECALL_HEADINGS)
-    else:
-        shares = (case.recall.reference, case.recall.tp1)
-        figures += ["" if math.isnan(share) else f"{share:.4f}" for share in shares]
-    return [*figures, "", "", ""]
+    recall = math.nan if case.recall is None else case.recall.reference
+    return [*figures, "" if math.isnan(recall) else f"{recall:.3f}", "", "", ""]
