@@ -17,7 +17,7 @@ TOKENS, NEAR, QUERIES, TOPK = 1200, 60, 4, 512
 
 def figures(config, scores):
     """Of the first layer's last queries: logits of near keys above others', attention on the best
-    key and on the selected ones.
+    key, how logits go with the second channel, and attention on the selected keys.
     """
     made = (weights._HeavyWriter if scores == "heavy" else weights._Writer)(config, 0)
     own = {name: tensor.bfloat16().double() for name, tensor in made.layer(0).items()}
@@ -37,6 +37,7 @@ def figures(config, scores):
     return (
         (last[..., -NEAR:].mean() - last[..., :-NEAR].mean()).item(),
         mass.max(-1).values.mean().item(),
+        torch.corrcoef(torch.stack((last.mean((0, 1)), embedded[:, 1])))[0, 1].item(),
         mass.gather(-1, selected).sum(-1).mean().item(),
     )
 
@@ -47,7 +48,8 @@ def test_attention_is_near_and_on_few_keys_and_the_indexer_finds_them(model):
     plain, heavy = figures(config, "normal"), figures(config, "heavy")
     assert plain[0] < 0.5 < 1 < heavy[0]
     assert 2 * plain[1] < heavy[1]
-    assert plain[2] < 0.97 < heavy[2]
+    assert abs(plain[2]) < 0.15 < 0.5 < heavy[2]
+    assert plain[3] < 0.97 < heavy[3]
 
 
 def test_only_what_makes_scores_differs(toy):

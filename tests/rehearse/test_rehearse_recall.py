@@ -107,6 +107,8 @@ def keep(model, choose, *, whole=True):
 def test_the_reference_judges_by_the_engines_own_hidden_states(model):
     from vllm_dcp_mla.rehearse.selection import reference_recalls, tp1_recalls
 
+    import torch
+
     right = keep(model, lambda row: row.topk(TOPK).indices)
     found = reference_recalls(right, PROMPTS, model)
     assert set(found) == {(1, layer, p) for layer in (0, 1) for p in (20, 39)}, "no decode steps"
@@ -118,6 +120,8 @@ def test_the_reference_judges_by_the_engines_own_hidden_states(model):
     against = tp1_recalls(half, right)
     assert {query: against[query] for query in found} == dict.fromkeys(found, 0.5)
     assert against[1, 0, 43] == 1
+    none = keep(model, lambda row: torch.full((TOPK,), -1))
+    assert tp1_recalls(none, none)[1, 0, 39] == 0, "no keys are none in common"
     assert tp1_recalls(right, right) == dict.fromkeys(against, 1.0)
 
 
