@@ -105,9 +105,9 @@ def keep(model, choose, *, whole=True):
 
 @pytest.mark.vllm
 def test_the_reference_judges_by_the_engines_own_hidden_states(model):
-    from vllm_dcp_mla.rehearse.selection import reference_recalls, tp1_recalls
-
     import torch
+
+    from vllm_dcp_mla.rehearse.selection import reference_recalls, tp1_recalls
 
     right = keep(model, lambda row: row.topk(TOPK).indices)
     found = reference_recalls(right, PROMPTS, model)
