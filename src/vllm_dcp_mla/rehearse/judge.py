@@ -20,6 +20,9 @@ from .workload import Prompt
 #: Log-probabilities ``[positions][scored tokens]`` of a prompt.
 Scores = Sequence[Sequence[float]]
 
+#: States of a soak, before and after each round, that can show growth.
+_FEWEST_STATES = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -229,20 +232,22 @@ def judge_soak(configuration: Configuration, results: Mapping[str, EngineResult]
 
 def _soak_memory(configuration: Configuration, result: EngineResult) -> Case:
     states = [rank["soak"]["states"] for rank in result.ranks]
+    # The allocator keeps what the largest step so far needed: what leaks grows in the second half.
+    half = len(states[0]) // 2
     problems = [
-        f"rank {number}: {what} grew from {seen[1][what]:,} to {seen[-1][what]:,} bytes."
+        f"rank {number}: {what} grew from {seen[half][what]:,} to {seen[-1][what]:,} bytes."
         for number, seen in enumerate(states)
         for what in ("reserved_bytes", "device_bytes")
-        if len(seen) > 1 and seen[-1][what] > seen[1][what]
+        if seen[-1][what] > seen[half][what]
     ]
+    if len(states[0]) < _FEWEST_STATES:
+        problems.append(f"{len(states[0]) - 1} rounds show no growth; soak for longer.")
     problems += [
         f"rank {number}: buffers moved."
         for number, seen in enumerate(states)
         if any(state["buffers"] != seen[0]["buffers"] for state in seen)
     ]
-    grown = max(
-        seen[-1]["device_bytes"] - seen[min(1, len(seen) - 1)]["device_bytes"] for seen in states
-    )
+    grown = max(seen[-1]["device_bytes"] - seen[half]["device_bytes"] for seen in states)
     return Case(f"{configuration.name}: soak memory", not problems, grown, 0, tuple(problems))
 
 
