@@ -11,7 +11,7 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
     VllmTritonJitKernel,
 )
 
-from .v0_30 import IndexerHook, install_indexer_hooks
+from .v0_30 import IndexerHook, install_indexer_hooks, traced_merge_kernel
 
 __all__ = [
     "ABSENT_CHUNK_FIELDS",
@@ -21,6 +21,7 @@ __all__ = [
     "TritonWarmupTensor",
     "install_indexer_hooks",
     "kernel_launcher",
+    "traced_merge_kernel",
 ]
 
 ABSENT_CHUNK_FIELDS: frozenset[str] = frozenset()

@@ -87,9 +87,11 @@ def prepare(device_type: str) -> None:
 
 def _complete_interpreted_merge() -> None:
     """Gives vLLM's interpreted merge kernel the one attribute that only compiled kernels have."""
-    from vllm.v1.attention.ops.dcp import CorrectAttnCPOutKernel
+    from ..compat.adapter import load_adapter
 
-    kernel: Any = CorrectAttnCPOutKernel.kernel
+    kernel = load_adapter().traced_merge_kernel()
+    if kernel is None:
+        return
     parameters = inspect.signature(kernel.fn).parameters.values()
     kernel.constexprs = [i for i, p in enumerate(parameters) if "constexpr" in str(p.annotation)]
 
