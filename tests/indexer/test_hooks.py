@@ -75,4 +75,4 @@ def test_a_builder_that_serves_no_dcp_is_stocks():
     assert drafts[0] == drafts[1]
     for a, b in zip(built[0].prefill.chunks, built[1].prefill.chunks, strict=True):
         assert torch.equal(a.cu_seqlen_ke, b.cu_seqlen_ke)
-        assert a.max_seqlen_k == b.max_seqlen_k
+        assert getattr(a, "max_seqlen_k", None) == getattr(b, "max_seqlen_k", None)

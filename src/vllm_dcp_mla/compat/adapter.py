@@ -7,7 +7,6 @@ An adapter module has
   ``split_prefills``;
 - ``ABSENT_CHUNK_FIELDS``, fields of a prefill chunk's metadata that the series does not have;
 - ``TritonJitKernel``, ``TritonWarmupTensor`` and ``kernel_launcher`` of its JIT warm-up;
-- ``traced_merge_kernel``, the merge's Triton kernel if its wrapper looks into it;
 - ``install_indexer_hooks``, for what no subclass reaches.
 """
 

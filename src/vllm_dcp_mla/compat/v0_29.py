@@ -26,7 +26,6 @@ __all__ = [
     "TritonWarmupTensor",
     "install_indexer_hooks",
     "kernel_launcher",
-    "traced_merge_kernel",
 ]
 
 ABSENT_CHUNK_FIELDS = frozenset({"max_seqlen_k", "pcp_deinterleave_idx"})
@@ -119,11 +118,6 @@ def install_indexer_hooks(indexer: Any) -> None:
         return running.split_prefills(stock, *args, **kwargs)
 
     indexer.split_indexer_prefill_chunks = split_indexer_prefill_chunks
-
-
-def traced_merge_kernel() -> None:
-    """The merge's kernel is launched as it is."""
-    return None
 
 
 class TritonJitKernel(VllmJitKernel[Any]):

@@ -20,7 +20,6 @@ __all__ = [
     "TritonWarmupTensor",
     "install_indexer_hooks",
     "kernel_launcher",
-    "traced_merge_kernel",
 ]
 
 ABSENT_CHUNK_FIELDS = frozenset({"max_seqlen_k"})
@@ -68,13 +67,6 @@ class IndexerHook:
 
 def _stock_alone(stock: Any, *args: Any, **kwargs: Any) -> Any:
     return stock(*args, **kwargs)
-
-
-def traced_merge_kernel() -> Any:
-    """The merge's kernel, whose wrapper asks Triton for its arguments."""
-    from vllm.v1.attention.ops.dcp import CorrectAttnCPOutKernel
-
-    return CorrectAttnCPOutKernel.kernel
 
 
 def install_indexer_hooks(indexer: Any) -> None:

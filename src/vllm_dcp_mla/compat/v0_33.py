@@ -11,7 +11,7 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
     VllmTritonJitKernel,
 )
 
-from .v0_30 import IndexerHook, install_indexer_hooks, traced_merge_kernel
+from .v0_30 import IndexerHook, install_indexer_hooks
 
 __all__ = [
     "ABSENT_CHUNK_FIELDS",
@@ -21,7 +21,6 @@ __all__ = [
     "TritonWarmupTensor",
     "install_indexer_hooks",
     "kernel_launcher",
-    "traced_merge_kernel",
 ]
 
 ABSENT_CHUNK_FIELDS: frozenset[str] = frozenset()

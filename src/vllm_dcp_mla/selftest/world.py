@@ -87,11 +87,12 @@ def prepare(device_type: str) -> None:
 
 def _complete_interpreted_merge() -> None:
     """Gives vLLM's interpreted merge kernel the one attribute that only compiled kernels have."""
-    from ..compat.adapter import load_adapter
+    from vllm.v1.attention.ops import dcp
 
-    kernel = load_adapter().traced_merge_kernel()
-    if kernel is None:
+    wrapper = getattr(dcp, "CorrectAttnCPOutKernel", None)
+    if wrapper is None:  # vLLM 0.29 launches the kernel without looking into it
         return
+    kernel: Any = wrapper.kernel
     parameters = inspect.signature(kernel.fn).parameters.values()
     kernel.constexprs = [i for i, p in enumerate(parameters) if "constexpr" in str(p.annotation)]
 
