@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from release_marks import RELEASE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -34,7 +35,7 @@ def keys(kernel, calls):
     return {str(bind(**call)[1]) for call in calls}
 
 def warmed_keys(kernel, owner, compile_keys):
-    """Triton's keys of what an owner's warm-up compiles."""
+    # Triton's keys of what a warm-up compiles.
     calls = []
     with mock.patch.object(kernel, "warmup", lambda *a, grid, **kw: calls.append((a, kw))):
         for key in compile_keys:
