@@ -12,10 +12,10 @@ def since(minor, reason):
     return pytest.mark.skipif(RELEASE.minor < minor, reason=f"vLLM {RELEASE.series}: {reason}")
 
 
-has_flash_attn_4 = since(33, "there is no FLASH_ATTN_MLA_SPARSE_FA4")
-gathers_pcp_with_dcp = since(30, "PCP with DCP gathers no KV, and is refused")
-interleaves = since(30, "the indexer takes no interleave above 1 under DCP")
-takes_new_names = since(32, "register_backend takes no new names; CUSTOM is used")
+has_flash_attn_4 = since(33, "no FLASH_ATTN_MLA_SPARSE_FA4")
+gathers_pcp_with_dcp = since(30, "PCP with DCP refused: stock gathers no KV")
+interleaves = since(30, "no interleave above 1")
+takes_new_names = since(32, "no new backend names")
 
 #: For parameters; the larger one is skipped, with its reason, where stock refuses it.
 INTERLEAVES = (1, pytest.param(64, marks=interleaves))

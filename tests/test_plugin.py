@@ -18,11 +18,6 @@ import json, os, logging
 from vllm_dcp_mla.simulate import driver
 driver.ensure_loaded()
 os.environ["DCP_MLA_SIMULATED_GPU"] = "b200"
-records = []
-class Keep(logging.Handler):
-    def emit(self, record): records.append((record.levelname, record.getMessage()))
-logging.getLogger("vllm.dcp_mla").addHandler(Keep())
-logging.getLogger("vllm.dcp_mla").setLevel(logging.INFO)
 import vllm.platforms
 from vllm_dcp_mla.simulate.platform import SimulatedCudaPlatform
 vllm.platforms._current_platform = SimulatedCudaPlatform()
@@ -30,6 +25,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum as E, regis
 def paths(): return {m.name: m.get_path() for m in E if m.value or m.is_overridden()}
 before = paths()
 from vllm.plugins import load_general_plugins
+# Now: some series set up logging while they are imported, which drops handlers.
+records = []
+class Keep(logging.Handler):
+    def emit(self, record): records.append((record.levelname, record.getMessage()))
+logging.getLogger("vllm.dcp_mla").addHandler(Keep())
+logging.getLogger("vllm.dcp_mla").setLevel(logging.INFO)
 def report(**more):
     print("REPORT " + json.dumps({"before": before, "after": paths(), "log": records, **more}))
 """

@@ -20,6 +20,7 @@ class Status:
     """One thing that this package does.
 
     Attributes:
+        where: the file that does it, below the package.
         what: what it is, as the README says it.
         upstream: what vLLM does instead, or would have to do.
         since: minor number of the first series that does it; None: no release yet.
@@ -27,6 +28,7 @@ class Status:
             and stays.
     """
 
+    where: str
     what: str
     upstream: str
     since: int | None = None
@@ -35,58 +37,65 @@ class Status:
 
 STATUS = (
     Status(
-        "a workspace that LSE of a whole step fits in",
-        f"sized by DCP and step ({_FIXES}); ours stays, for the next line",
-        30,
+        "device_buffer.py",
+        "a workspace of bounded size that holds the LSE of any step, made while the model loads",
+        f"sizes it by DCP and step since 0.30 ({_FIXES}); would have to split launches along "
+        "tokens, and to reserve the buffer in `DeepseekV32Attention`",
     ),
     Status(
-        "a workspace of bounded size, made while the model loads",
-        "split launches along tokens; reserve the buffer in `DeepseekV32Attention`",
-    ),
-    Status(
+        "compat/empty_mask.py",
         "lengths of no sequence in the eager mask of empty shards",
         f"returns early ({_FIXES})",
         30,
         "the eager mask with lengths of no sequence",
     ),
     Status(
+        "compat/a2a.py",
         "lengths of no sequence in the all-to-all's fused mask",
         "the same check in `_dcp_a2a_pack_send`",
     ),
     Status(
+        "compat/v0_29.py",
         "decode bounds without a host-to-device copy of the rank",
         f"keeps the rank on the device ({_FIXES})",
         30,
         "decode bounds from a rank that stays on the device",
     ),
     Status(
+        "indexer/hooks.py",
         "one variant of the chunk-metadata kernel",
         f"warms every variant ({_FIXES}); ours stays until it specialises on nothing that varies",
         30,
     ),
     Status(
+        "indexer/chunks.py",
         "prefill metadata without waits for the GPU",
         "take both totals of a chunk from the lengths on the host",
     ),
     Status(
+        "indexer/exchange.py",
         "chunks by what a rank stores, and a bounded exchange of candidates",
         "the same in `_split_indexer_prefill_chunks`",
     ),
     Status(
+        "capability.py",
         "PCP with DCP refused on FLASHINFER_MLA_SPARSE",
         f"refuses it as well ({_FIXES}); ours stays, it names what works",
         30,
     ),
     Status(
+        "backends/flashmla.py",
         "constructor errors of FLASHMLA_SPARSE as reasons of selection",
         "check them in `supports_combination`",
     ),
-    Status("a backend name of its own", "`register_backend` takes new names", 32),
+    Status("plugin.py", "a backend name of its own", "`register_backend` takes new names", 32),
     Status(
+        "plugin.py",
         "that name in spawned processes",
         "load plugins before the configuration is unpickled, or pickle members by name",
     ),
     Status(
+        "compat/sleep.py",
         "the workspace zeroed after sleep mode",
         "a hook for attention implementations after wake-up",
     ),
