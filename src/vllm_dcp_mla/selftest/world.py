@@ -72,6 +72,10 @@ def prepare(device_type: str) -> None:
 
     torch.set_num_threads(1)  # a forked child cannot use its parent's thread pool
     vllm.platforms._current_platform = CpuPlatform()
+    from vllm.utils import torch_utils
+
+    # Some releases ask about pinned memory while that import runs, of no platform yet.
+    torch_utils.PIN_MEMORY = CpuPlatform.is_pin_memory_available()
     from ..plugin import register
 
     register()
