@@ -84,6 +84,13 @@ def test_no_backend_fails(capsys, quick, answer):
     assert check["found"] in ("vLLM would not have it", "no valid backend")
 
 
+def test_the_alias_of_newer_releases_is_translated(capsys, quick, monkeypatch):
+    monkeypatch.setattr(selection_module, "alias", lambda: "CUSTOM")
+    quick(SelectionError("Unknown attention backend"))
+    _, report = doctor_json(capsys, "--attention-backend", "DCP_MLA_SPARSE")
+    assert by_name(report, "selection")[0]["fix"].endswith("--attention-backend CUSTOM")
+
+
 def test_reasons_are_said_once(capsys, quick):
     quick(Answer(None, None, "auto", 8, {"OURS": ["no heads"]}, "none valid: OURS: [no heads]"))
     assert main(["doctor"]) == 1
