@@ -1,5 +1,6 @@
 import importlib.util
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
