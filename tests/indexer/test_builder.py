@@ -8,7 +8,14 @@ import pytest
 torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from indexer_batches import WIDTH, HostReads, builder, common_metadata, on_device  # noqa: E402
+from indexer_batches import (  # noqa: E402
+    WIDTH,
+    HostReads,
+    builder,
+    common_metadata,
+    on_device,
+    pad,
+)
 
 from release_marks import (  # noqa: E402
     INTERLEAVE_SIZES,
@@ -308,22 +315,6 @@ def test_a_rank_without_keys_asks_deepgemm_for_nothing(
     assert bool(calls) is asked
     assert all(call.any() for call in calls)
     assert bool(decode.schedule_metadata.any()) is asked
-
-
-def pad(common, requests, tokens):
-    starts = torch.cat((common.query_start_loc, common.query_start_loc[-1:].repeat(requests)))
-    lengths = torch.cat((common.seq_lens, torch.zeros(requests, dtype=torch.int32)))
-    return common.replace(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=lengths,
-        seq_lens_cpu_upper_bound=lengths,
-        dcp_local_seq_lens=torch.zeros_like(lengths),
-        block_table_tensor=torch.zeros(len(lengths), WIDTH, dtype=torch.int32),
-        num_reqs=len(lengths),
-        num_actual_tokens=common.num_actual_tokens + tokens,
-        is_prefilling=torch.zeros(len(lengths), dtype=torch.bool),
-    )
 
 
 @pytest.mark.parametrize(

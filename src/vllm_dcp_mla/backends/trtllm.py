@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
 from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from .. import device_buffer
+from .. import agreement, device_buffer
 from ..compat import a2a, empty_mask, sleep
 from ..compat.adapter import load_adapter
 from ..kernels import load_kernel
@@ -63,6 +63,14 @@ class SplitLaunchImpl(_Hook, FlashInferMLASparseImpl):
         )
         self._buffers, plan = self._acquire(heads)
         self._plans = {heads: plan}
+        agreement.check(
+            config,
+            backend=type(self).__name__,
+            kernel=self._kernel.name,
+            heads=heads,
+            tokens_per_launch=plan.tokens_per_launch,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
         sleep.install()
         a2a.install()
         empty_mask.install()

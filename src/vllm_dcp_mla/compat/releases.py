@@ -29,6 +29,7 @@ class Release:
         defaults_to_fp8: GLM-5.x gets an ``fp8_e4m3`` cache on SM10x by default.
         sizes_workspace: the trtllm-gen workspace grows with DCP.
         masks_no_sequences: the mask of empty shards takes lengths of no sequence.
+        autotunes_by_rank: each rank's FlashInfer autotune results have a file of their own.
         keeps_rank_on_device: the indexer's decode build makes no tensor of the DCP rank.
     """
 
@@ -43,6 +44,7 @@ class Release:
     defaults_to_fp8: bool
     sizes_workspace: bool
     masks_no_sequences: bool
+    autotunes_by_rank: bool
     keeps_rank_on_device: bool
 
     @property
@@ -63,6 +65,7 @@ _0_33 = Release(
     defaults_to_fp8=True,
     sizes_workspace=True,
     masks_no_sequences=True,
+    autotunes_by_rank=True,
     keeps_rank_on_device=True,
 )
 _0_32 = replace(
@@ -71,6 +74,7 @@ _0_32 = replace(
     adapter="v0_30",
     left_to_stock=frozenset({"FLASH_ATTN_MLA_SPARSE_FA4"}),  # there is none
     flashmla_takes_a2a=False,
+    autotunes_by_rank=False,
 )
 _0_31 = replace(_0_32, minor=31, takes_new_names=False, defaults_to_fp8=False)
 _0_30 = replace(_0_31, minor=30)

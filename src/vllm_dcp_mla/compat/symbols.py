@@ -29,6 +29,8 @@ _DCP = "vllm/v1/attention/ops/dcp.py"
 _CACHE = "vllm/v1/kv_cache_interface.py"
 _DEEP_GEMM = "vllm/utils/deep_gemm.py"
 _WARMUP = "vllm/model_executor/warmup/jit_warmup.py"
+_GROUPS = "vllm/distributed/parallel_state.py"
+_AUTOTUNE = "vllm/model_executor/warmup/flashinfer_autotune_cache.py"
 _TRITON = "vllm/model_executor/warmup/jit_warmup_triton_helper.py"
 
 _CHUNK_ARGS = (
@@ -177,6 +179,15 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(_INDEXER, "DeepseekV32IndexerPrefillChunkMetadata.pcp_deinterleave_idx", since=30),
     Symbol(_INDEXER, "DeepseekV32IndexerPrefillChunkMetadata.max_seqlen_k", since=33),
+    Symbol(_GROUPS, "get_dcp_group"),
+    Symbol(_GROUPS, "get_world_group"),
+    Symbol(_GROUPS, "model_parallel_is_initialized"),
+    *(
+        Symbol(_GROUPS, f"GroupCoordinator.{attribute}")
+        for attribute in ("rank", "ranks", "rank_in_group", "cpu_group")
+    ),
+    Symbol(_AUTOTUNE, "flashinfer_autotune_root", since=33),
+    Symbol(_AUTOTUNE, "flashinfer_autotune_filename", ("dp_rank", "rank"), since=33),
     Symbol(_DEEP_GEMM, "_paged_mqa_logits_schedule_slots", ("num_sms", "next_n")),
     Symbol(_TRITON, "VllmTritonJitKernel.warmup_inputs", ("compile_key",), since=30),
     Symbol(_TRITON, "TritonWarmupTensor"),
