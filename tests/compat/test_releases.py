@@ -58,5 +58,3 @@ def test_what_is_left_to_stock_is_what_the_table_has():
         left = " ".join(upstream.left_to_stock(release))
         assert ("eager mask" in left) is release.masks_no_sequences
         assert ("decode bounds" in left) is release.keeps_rank_on_device
-    since = {line.what: line.since for line in upstream.STATUS}
-    assert since["a backend name of its own"] == min(r.minor for r in RELEASES if r.takes_new_names)

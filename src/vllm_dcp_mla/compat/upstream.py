@@ -68,14 +68,11 @@ STATUS = (
         30,
     ),
     Status(
-        "indexer/chunks.py",
-        "prefill metadata without waits for the GPU",
-        "take both totals of a chunk from the lengths on the host",
-    ),
-    Status(
-        "indexer/exchange.py",
-        "chunks by what a rank stores, and a bounded exchange of candidates",
-        "the same in `_split_indexer_prefill_chunks`",
+        "indexer/builder.py",
+        "prefill metadata without waits for the GPU, chunks by what a rank stores, a bounded "
+        "exchange of candidates",
+        "take a chunk's totals from the host's lengths; budget and bound it in "
+        "`_split_indexer_prefill_chunks`",
     ),
     Status(
         "capability.py",
@@ -88,11 +85,11 @@ STATUS = (
         "constructor errors of FLASHMLA_SPARSE as reasons of selection",
         "check them in `supports_combination`",
     ),
-    Status("plugin.py", "a backend name of its own", "`register_backend` takes new names", 32),
     Status(
         "plugin.py",
-        "that name in spawned processes",
-        "load plugins before the configuration is unpickled, or pickle members by name",
+        "a backend name of its own, in spawned processes too",
+        "takes new names since 0.32; would have to load plugins before the configuration is "
+        "unpickled, or pickle members by name",
     ),
     Status(
         "compat/sleep.py",
