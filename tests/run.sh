@@ -42,9 +42,13 @@ older_release() {
   [[ -z ${CI:-} ]] || export UV_CACHE_DIR=$DCP_MLA_VENV/cache
   "$root/examples/setup.sh" >/dev/null
   cd "$root"
-  local file=$outcomes/$release.json
-  "$DCP_MLA_VENV/bin/python" -m pytest "${NOT_BY_RELEASE[@]}" --support-file "$file" "$@"
-  (($#)) || "$DCP_MLA_VENV/bin/python" tests/support.py "$file"
+  local python=$DCP_MLA_VENV/bin/python file=$outcomes/$release.json
+  if (($#)); then
+    "$python" -m pytest "${NOT_BY_RELEASE[@]}" "$@"
+    return
+  fi
+  "$python" -m pytest "${NOT_BY_RELEASE[@]}" --support-file "$file"
+  "$python" tests/support.py "$file"
 }
 
 every_release() {
