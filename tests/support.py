@@ -51,7 +51,7 @@ class Recorder:
     def pytest_sessionfinish(self):
         outcome = {
             **{name: version(name) for name in LIBRARIES},
-            **{s: s in self.ran and s not in self.failed for s in SUITES},
+            **{s: s not in self.failed if s in self.ran | self.failed else None for s in SUITES},
             "lacks": sorted(self.lacks),
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)

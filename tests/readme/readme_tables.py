@@ -99,7 +99,7 @@ def support():
     rows = []
     for version, outcome in load().items():
         libraries = ", ".join(outcome[name] for name in LIBRARIES)
-        marks = ("✅" if outcome[suite] else "❌" for suite in SUITES)
+        marks = ({True: "✅", False: "❌", None: "not run"}[outcome[suite]] for suite in SUITES)
         alias = ALIAS if release_of(version).takes_new_names else "CUSTOM"
         lacks = "; ".join(outcome["lacks"]) or "nothing"
         rows.append((version, libraries, *marks, f"`{alias}`", lacks))
