@@ -4,9 +4,25 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 
+from release_marks import RELEASE, has_flash_attn_4
 from vllm_dcp_mla.models import load_config
+
+#: Numbers of what `backends` returns.
+MEMBERS = (0, pytest.param(1, marks=has_flash_attn_4))
+
+
+def backends():
+    """This package's classes for SM100 with the installed series."""
+    from vllm_dcp_mla.backends import trtllm
+
+    if "FLASH_ATTN_MLA_SPARSE_FA4" in RELEASE.left_to_stock:
+        return (trtllm.DcpFlashInferMLASparseBackend,)
+    from vllm_dcp_mla.backends import flash_attn_4
+
+    return trtllm.DcpFlashInferMLASparseBackend, flash_attn_4.DcpFlashAttnMLASparseFA4Backend
 
 
 @contextmanager

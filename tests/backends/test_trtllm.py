@@ -7,27 +7,13 @@ from unittest import mock
 import pytest
 
 torch = pytest.importorskip("torch")
-from backend_engine import engine, make_impl  # noqa: E402
+from backend_engine import MEMBERS, backends, engine, make_impl  # noqa: E402
 from kernel_call import call_kernel  # noqa: E402
 
 from release_marks import RELEASE, has_flash_attn_4  # noqa: E402
 from vllm_dcp_mla import device_buffer  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm", "no_buffers")]
-
-
-#: Numbers of what `backends` returns.
-MEMBERS = (0, pytest.param(1, marks=has_flash_attn_4))
-
-
-def backends():
-    from vllm_dcp_mla.backends import trtllm
-
-    if "FLASH_ATTN_MLA_SPARSE_FA4" in RELEASE.left_to_stock:
-        return (trtllm.DcpFlashInferMLASparseBackend,)
-    from vllm_dcp_mla.backends import flash_attn_4
-
-    return trtllm.DcpFlashInferMLASparseBackend, flash_attn_4.DcpFlashAttnMLASparseFA4Backend
 
 
 HEADS = {"glm-5.2": 64, "deepseek-v3.2": 128}
