@@ -65,7 +65,8 @@ def test_json_has_the_figures(capsys):
 
 
 def test_hopper_gets_no_blackwell_figures(capsys):
-    status, said = plan(capsys, "--gpu", "h200", "--kv-cache-dtype", "fp8_ds_mla")
+    flags = ("--gpu", "h200", "--kv-cache-dtype", "fp8_ds_mla", "--comm", "ag_rs")
+    status, said = plan(capsys, *flags)
     assert status == 0
     assert "no trtllm-gen workspace" in said.out
     assert "951" not in said.out

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 torch = pytest.importorskip("torch")
+from backend_engine import MEMBERS, backends  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from indexer_batches import WIDTH, builder, common_metadata, pad, sm100  # noqa: E402
@@ -150,19 +151,15 @@ def test_metadata_is_stocks_in_this_branch():
 
 
 @pytest.mark.parametrize("mtp", [0, 1, 3])
-@pytest.mark.parametrize("member", [0, 1])
+@pytest.mark.parametrize("member", MEMBERS)
 def test_full_graphs_of_such_batches_are_captured(mtp, member):
     """What vLLM asks before it captures decodes of 1 to 1 + mtp tokens a request."""
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 
-    from vllm_dcp_mla.backends import trtllm
     from vllm_dcp_mla.indexer.builder import DcpIndexerBackend, DcpIndexerBuilder
 
-    attention = (
-        trtllm.DcpFlashInferMLASparseBackend,
-        trtllm.DcpFlashAttnMLASparseFA4Backend,
-    )[member]
+    attention = backends()[member]
     with sm100(), builder(dcp=4, mtp=mtp) as made:
         config = made.vllm_config
         if mtp:

@@ -1,11 +1,13 @@
 import importlib.util
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_dcp_mla.compat.libraries import ASSUMED
+from vllm_dcp_mla.compat.releases import release_of
 from vllm_dcp_mla.planner.plan import make_plan, plan_json
 from vllm_dcp_mla.planner.request import RawRequest, read_request
 from vllm_dcp_mla.settings import Settings
@@ -200,3 +202,10 @@ def test_any_request_has_an_answer(user_workspace, **flags):
     assert set(plan_json(None, plan)) == {
         *("ok", "problems", "topology", "workspace", "lines", "flags")
     }
+
+
+@pytest.mark.parametrize(("version", "kv"), [("0.31.0", "bfloat16"), ("0.32.0", "fp8_e4m3")])
+def test_auto_is_resolved_as_the_installed_release_does(version, kv):
+    request = read_request(RawRequest("glm-5.2", "b200", "8", "1", "8", "auto", "8192", None))
+    libraries = replace(ASSUMED, release=release_of(version))
+    assert make_plan(request, GPUS["b200"], libraries, Settings(), None).kv_cache_dtype == kv

@@ -111,7 +111,9 @@ class Request:
         """The request in the capability table's terms; its sizes must be possible."""
         return Deployment(
             arch=gpu.arch,
-            kv_cache_dtype=resolve_kv_cache_dtype(self.config, self.kv_cache_dtype, gpu.arch),
+            kv_cache_dtype=resolve_kv_cache_dtype(
+                self.config, self.kv_cache_dtype, gpu.arch, libraries.release
+            ),
             tp=self.tp,
             pcp=self.pcp,
             dcp=self.dcp,
