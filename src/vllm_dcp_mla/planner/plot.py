@@ -16,9 +16,13 @@ _SEGMENTS = (
     ("peak", "profiled step (estimate)", "#b56576"),
     ("graphs", "CUDA graphs (estimate)", "#e88c7d"),
     ("kv", "KV cache", "#43aa8b"),
-    ("outside", "beside the requested share", "#c9ada7"),
-    ("free", "free", "#f2f2f2"),
+    ("outside", "beside the requested share", "#a08f8a"),
+    ("free", "free", "#ececec"),
 )
+_EDGE = "#222222"
+_WRONG = "#b00020"
+_BAR_WIDTH = 0.76
+_ROOM = 0.035  # of the GPU: a line of text needs as much height
 
 
 def segments(plan: dict[str, Any]) -> dict[str, float]:
@@ -85,20 +89,29 @@ def _fill(axes: Any, drawn: list[tuple[str, dict[str, Any]]], title: str, axis: 
     for key, label, colour in _SEGMENTS:
         heights = [max(bar[key], 0.0) for bar in bars]
         axes.bar(
-            *(places, heights, 0.72, bottoms),
+            *(places, heights, _BAR_WIDTH, bottoms),
             color=colour, label=label, edgecolor="white", linewidth=0.6,
         )  # fmt: skip
-        if key == "kv":
-            _write_kv(axes, drawn, bottoms, heights)
+        for place, (height, bottom) in enumerate(zip(heights, bottoms, strict=True)):
+            said = _said(key, height, total, drawn[place][1])
+            axes.text(
+                *(place, bottom + height / 2, said),
+                ha="center", va="center", color="white", fontsize=9, linespacing=1.0,
+                fontweight="bold" if key == "kv" else "normal",
+            )  # fmt: skip
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     highest = max(total, *bottoms)
-    axes.axhline(total, color="#222222", linewidth=1.2)
-    axes.text(len(bars) - 0.5, total, f" GPU {total:.0f} GiB", va="center", fontsize=9)
+    axes.axhline(total, color=_EDGE, linewidth=1.4)
+    beside = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    axes.annotate(
+        f"GPU, {total:.0f} GiB", (1, total), (5, 0), va="center", fontsize=9, color=_EDGE, **beside
+    )
     for place, (_, plan) in enumerate(drawn):
         if not plan["ok"]:
+            top = max(bottoms[place], total)
             axes.text(
-                *(place, bottoms[place] + highest * 0.015, "does not fit"),
-                ha="center", va="bottom", color="#b00020", fontweight="bold", fontsize=10,
+                *(place, top + highest * 0.012, "does not fit"),
+                ha="center", va="bottom", color=_WRONG, fontweight="bold", fontsize=10,
             )  # fmt: skip
     axes.set_xticks(list(places), [label for label, _ in drawn])
     axes.set_xlim(-0.6, len(bars) - 0.4)
@@ -111,24 +124,19 @@ def _fill(axes: Any, drawn: list[tuple[str, dict[str, Any]]], title: str, axis: 
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(
         *(handles[::-1], labels[::-1]),
-        loc="center left", bbox_to_anchor=(1.11, 0.5), frameon=False, fontsize=9,
+        loc="upper left", bbox_to_anchor=(1.0, 0.8), frameon=False, fontsize=9,
     )  # fmt: skip
 
 
-def _write_kv(
-    axes: Any, drawn: list[tuple[str, dict[str, Any]]], bottoms: list[float], heights: list[float]
-) -> None:
-    for place, (_, plan) in enumerate(drawn):
-        tokens = plan["kv"].get("tokens_logical")
-        if heights[place] <= 0:
-            continue
-        said = f"{heights[place]:.0f} GiB"
-        if tokens:
-            said += f"\n{_short(tokens)} tokens"
-        axes.text(
-            *(place, bottoms[place] + heights[place] / 2, said),
-            ha="center", va="center", color="white", fontweight="bold", fontsize=9,
-        )  # fmt: skip
+def _said(key: str, height: float, total: float, plan: dict[str, Any]) -> str:
+    """What stands inside a segment that has room for it."""
+    if key in ("outside", "free") or height < _ROOM * total:
+        return ""
+    tokens = plan["kv"].get("tokens_logical") if key == "kv" else None
+    gib = f"{height:.0f} GiB"
+    if not tokens:
+        return gib
+    return f"{gib}\n{_short(tokens)} tokens" if height > 2 * _ROOM * total else _short(tokens)
 
 
 def _short(tokens: int) -> str:
