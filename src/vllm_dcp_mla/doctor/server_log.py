@@ -125,7 +125,7 @@ SYMPTOMS = (
     ),
     Symptom(
         "FlashInfer's two packages differ",
-        "does not match flashinfer version",
+        "flashinfer-cubin version (",
         "install flashinfer-cubin and flashinfer-python of the version that vLLM pins",
     ),
     Symptom(
