@@ -144,6 +144,6 @@ def test_the_shared_workspace(stock, case):
         ours = buffers.flashmla_gather_bytes(spec, w, spec.heads // tp, tp, pcp, dcp)
         assert ours == stock[case]["reserved"]
     else:
-        # The dense prefill backend's, smaller than the indexer's.
-        assert stock[case]["reserved"] == 394 << 20
+        # The dense prefill backend's, where it reserves any, is smaller than the indexer's.
+        assert stock[case]["reserved"] in (0, 394 << 20)
         assert stock[case]["reserved"] < buffers.indexer_gather_bytes(spec, w, pcp, dcp)
