@@ -15,8 +15,8 @@ from vllm_dcp_mla.doctor.server_log import SYMPTOMS, LogError, examine_log, read
 #: A line of each failure, as it was reported or is written.
 LINES = {
     "workspace overflow": "RuntimeError: Error in function 'aligned_alloc' at allocator.h:49: "
-    "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace with size 1611661312 and "
-    "alignment 16, but only 404750336 bytes available in AlignedAllocator.",
+    "Buffer overflow when allocating memory for trtllm_gen_softmax_workspace with size 1611661312 "
+    "and alignment 16, but only 404750336 bytes available in AlignedAllocator.",
     "negative KV budget": "ValueError: No available memory for the cache blocks. Try increasing "
     "`gpu_memory_utilization` when initializing the engine",
     "KV cache below one request": "ValueError: To serve at least one request with the model's max "

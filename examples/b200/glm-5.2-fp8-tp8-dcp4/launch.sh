@@ -37,6 +37,7 @@ exec vllm serve "$MODEL" \
   --port "$PORT" \
   --served-model-name "$SERVED_MODEL_NAME" \
   --tensor-parallel-size "$TP" \
+  --prefill-context-parallel-size "$PCP" \
   --decode-context-parallel-size "$DCP" \
   --dcp-comm-backend "$DCP_COMM_BACKEND" \
   --enable-expert-parallel \

@@ -11,6 +11,7 @@ SERVED_MODEL_NAME=${SERVED_MODEL_NAME:-glm-5.2-nvfp4}
 TP=${TP:-1}
 PCP=${PCP:-4}
 DCP=${DCP:-1}
+DCP_COMM_BACKEND=${DCP_COMM_BACKEND:-ag_rs}
 KV_CACHE_DTYPE=${KV_CACHE_DTYPE:-fp8_e4m3}
 MAX_NUM_BATCHED_TOKENS=${MAX_NUM_BATCHED_TOKENS:-8192}
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-131072}
@@ -28,6 +29,8 @@ exec vllm serve "$MODEL" \
   --served-model-name "$SERVED_MODEL_NAME" \
   --tensor-parallel-size "$TP" \
   --prefill-context-parallel-size "$PCP" \
+  --decode-context-parallel-size "$DCP" \
+  --dcp-comm-backend "$DCP_COMM_BACKEND" \
   --enable-expert-parallel \
   --kv-cache-dtype "$KV_CACHE_DTYPE" \
   --max-num-batched-tokens "$MAX_NUM_BATCHED_TOKENS" \
