@@ -31,7 +31,8 @@ DEFAULTS = {
 ONE_TOKEN_OF_64_HEADS = 64 * 2048 + (1 << 20)
 GIB = 1 << 30
 KEYS = {
-    *("ok", "problems", "warnings", "notes", "model", "topology", "workspace", "lines", "kv"),
+    *("ok", "problems", "warnings", "notes", "model", "topology", "backend", "workspace"),
+    *("lines", "kv"),
     *("utilization", "batch", "memory", "stock_memory", "flags"),
 }
 SPEC = read_model_spec(load_config("glm-5.2"), "glm-5.2")

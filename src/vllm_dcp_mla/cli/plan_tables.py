@@ -35,10 +35,11 @@ def print_plan(request: Request, answer: Plan) -> None:
         out.print(_result(answer, answer.ours, answer.stock))
     w = answer.workspace
     if answer.served_by and w.total_bytes:
-        tokens = request.max_num_batched_tokens
         out.print(
-            f"Attention launches take {w.tokens_per_launch:,} tokens at {w.heads} heads: "
-            f"{w.launches} for {tokens:,} tokens; stock vLLM's one is sized for {w.stock_heads}."
+            f"Attention workspace: {w.total_bytes:,} bytes ({w.total_bytes / _GIB:.3f} GiB), "
+            f"{w.tokens_per_launch:,} tokens a launch at {w.heads} heads, {w.launches} for "
+            f"{request.max_num_batched_tokens:,} tokens; stock vLLM's: {w.stock_total_bytes:,} "
+            "bytes, one launch."
         )
     if any(line.is_estimate for line in answer.lines):
         out.print("~ is an estimate, with its range; all other figures follow from vLLM's code.")

@@ -36,8 +36,8 @@ def plan_json(request: Request | None, plan: Plan) -> dict[str, Any]:
             "dcp": request.dcp if request else None,
             "gpu": request.gpu if request else None,
             "kv_cache_dtype": plan.kv_cache_dtype if request else None,
-            "backend": plan.served_by,
         },
+        "backend": plan.served_by,
         "workspace": {
             "heads": w.heads,
             "tokens_per_launch": w.tokens_per_launch,
