@@ -5,7 +5,7 @@ import pytest
 from vllm_dcp_mla.models import load_config
 from vllm_dcp_mla.planner.budget import Budget
 from vllm_dcp_mla.planner.figures import RawFigures, plan_figures, read_figures
-from vllm_dcp_mla.planner.kv_cache import KvCapacity, bytes_per_token, gain, row_bytes
+from vllm_dcp_mla.planner.kv_cache import KvCapacity, cache_rows, gain, row_bytes
 from vllm_dcp_mla.planner.model_spec import read_model_spec
 from vllm_dcp_mla.planner.request import RequestError
 
@@ -109,17 +109,17 @@ def test_a_negative_cache_of_a_log_is_taken():
 )
 def test_bytes_of_a_token_with_mtp(cache, expected):
     row = row_bytes(cache, GLM.cache_row_width)
-    assert bytes_per_token(GLM, row, drafter=True) == expected
+    assert cache_rows(GLM, row, drafter=True).bytes_per_token == expected
 
 
 def test_bytes_of_a_token_with_the_row_of_another_format():
     # A fork packs NVFP4 rows in 432 bytes; vLLM 0.33 in 352.
-    assert bytes_per_token(GLM, 432, drafter=True) == 37_032
+    assert cache_rows(GLM, 432, drafter=True).bytes_per_token == 37_032
     assert row_bytes("nvfp4_ds_mla", GLM.cache_row_width) == 352
 
 
 def test_index_caches_are_kept_by_layers_with_an_indexer_only():
-    assert bytes_per_token(GLM, 0, drafter=False) == 21 * 132
+    assert cache_rows(GLM, 0, drafter=False).bytes_per_token == 21 * 132
 
 
 def test_tokens_of_a_rank_and_of_requests_are_two_units():
@@ -132,7 +132,7 @@ def test_tokens_of_a_rank_and_of_requests_are_two_units():
 
 
 def test_the_gain_of_dcp4_is_what_vllm_reported():
-    row = bytes_per_token(GLM, 576, drafter=False)
+    row = cache_rows(GLM, 576, drafter=False).bytes_per_token
     alone = KvCapacity(row, 2_765_568 * row, 64, 1)
     shared = KvCapacity(row, 10_853_376 // 4 * row, 64, 4)
     assert alone.reported_tokens(131072) == 2_765_568

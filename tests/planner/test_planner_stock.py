@@ -11,7 +11,7 @@ from stock_memory import ANSWER
 
 from vllm_dcp_mla.models import load_config
 from vllm_dcp_mla.planner import buffers
-from vllm_dcp_mla.planner.kv_cache import bytes_per_token, row_bytes
+from vllm_dcp_mla.planner.kv_cache import cache_rows, row_bytes
 from vllm_dcp_mla.planner.model import read_model
 from vllm_dcp_mla.planner.weights import Kind, rank_weights
 from vllm_dcp_mla.planner.workload import Workload
@@ -112,7 +112,7 @@ def test_rotary_tables(stock, case):
 def test_bytes_of_a_cache_block(stock, case):
     spec, w = model_of(case).spec, workload_of(case)
     row = row_bytes(CASES[case]["kv_cache_dtype"], spec.cache_row_width)
-    per_token = bytes_per_token(spec, row, drafter=w.spec_tokens > 0)
+    per_token = cache_rows(spec, row, drafter=w.spec_tokens > 0).bytes_per_token
     assert 64 * per_token == stock[case]["block_bytes"]
 
 

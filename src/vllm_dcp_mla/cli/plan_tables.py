@@ -89,6 +89,11 @@ def _result(answer: Plan, ours: Outcome, stock: Outcome) -> Table:
     row("requested share, GiB", *(_gib(o.budget.requested_bytes) for o in both))
     row("KV cache, GiB", *(_gib(o.kv.budget_bytes) for o in both))
     row("bytes a token, on the rank that stores it", *(f"{o.kv.bytes_per_token:,}" for o in both))
+    if (rows := answer.rows) is not None:
+        mla = f"{rows.mla_layers} layers x {rows.mla_row_bytes}"
+        row("  MLA rows", mla, mla)
+        index = f"{rows.index_layers} layers x {rows.index_row_bytes}"
+        row("  indexer keys, sharded with them", index, index)
     row("tokens of a rank", *(f"{o.kv.tokens_per_rank:,}" for o in both))
     row("tokens of requests, all ranks together", *(f"{o.kv.tokens_logical:,}" for o in both))
     row("  with estimates at their low ends", *(f"{o.kv_at_most.tokens_logical:,}" for o in both))
@@ -154,7 +159,8 @@ def print_sweep(flag: str, rows: list[dict[str, Any]]) -> None:
         )
     out.print(table)
     for row in rows:
-        options.print_problems([f"--{flag} {row['value']}: {p}" for p in row["problems"]])
+        short = (problem.partition(" The largest lines:")[0] for problem in row["problems"])
+        options.print_problems([f"--{flag} {row['value']}: {problem}" for problem in short])
 
 
 def print_differences(files: tuple[str, str], found: list[Difference]) -> None:

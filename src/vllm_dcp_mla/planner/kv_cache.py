@@ -26,11 +26,38 @@ def row_bytes(cache_format: str, width: int) -> int:
     return PACKED_ROW_BYTES.get(cache_format) or width * (1 if cache_format == "fp8_e4m3" else 2)
 
 
-def bytes_per_token(spec: ModelSpec, mla_row_bytes: int, *, drafter: bool) -> int:
-    """Bytes that a token takes on the rank that stores it, all layers together."""
+@dataclass(frozen=True, slots=True)
+class CacheRows:
+    """What a token takes on the rank that stores it; under DCP both caches are sharded.
+
+    Attributes:
+        mla_layers: layers with an MLA row.
+        mla_row_bytes: bytes of one.
+        index_layers: layers with an indexer's key.
+        index_row_bytes: bytes of one.
+    """
+
+    mla_layers: int
+    mla_row_bytes: int
+    index_layers: int
+    index_row_bytes: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """All layers together."""
+        mla = self.mla_layers * self.mla_row_bytes
+        return mla + self.index_layers * self.index_row_bytes
+
+
+def cache_rows(spec: ModelSpec, mla_row_bytes: int, *, drafter: bool) -> CacheRows:
+    """The rows of a model, with those of its MTP drafter or without."""
     extra = spec.mtp_layers if drafter else 0
-    mla = (spec.layers + extra) * mla_row_bytes
-    return mla + (len(spec.indexer_layers) + extra) * spec.index_row_bytes
+    return CacheRows(
+        mla_layers=spec.layers + extra,
+        mla_row_bytes=mla_row_bytes,
+        index_layers=len(spec.indexer_layers) + extra,
+        index_row_bytes=spec.index_row_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

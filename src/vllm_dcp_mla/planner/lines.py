@@ -203,10 +203,9 @@ def _symmetric(s: Subject) -> Iterator[Line]:
     )
     if d.comm == "a2a":
         size += buffers.symmetric_output_bytes(rows, d.dcp, d.heads_per_rank, s.spec.kv_lora_rank)
-    yield _estimated(
-        *("symmetric", "direct exchanges (symmetric memory)", Estimate(size, 0, size)),
-        *(Counted.BUDGET, _SEQS),
-    )
+    exchanges = Estimate(size, 0, size)
+    name = "direct exchanges (symmetric memory)"
+    yield _estimated("symmetric", name, exchanges, Counted.BUDGET, _SEQS)
 
 
 def _profiled(s: Subject) -> Iterator[Line]:
@@ -220,15 +219,10 @@ def _profiled(s: Subject) -> Iterator[Line]:
             shrink = f"{_CONTEXT} or {_TOKENS.removeprefix('a ')}"
     yield _exact("gather", name, gather, Counted.BUDGET, shrink)
     peak = estimates.peak_bytes(s.spec, s.workload, d.tp, d.pcp, fp4=s.fp4)
-    yield _estimated(
-        *("peak", "peak of the profiled step (MoE, logits, sampling)", peak),
-        *(Counted.BUDGET, _TOKENS),
-    )
+    yield _estimated("peak", "peak of the profiled step", peak, Counted.BUDGET, _TOKENS)
     if s.graphs.bytes:
-        yield _estimated(
-            *("graphs", "CUDA graphs", s.graphs, Counted.BUDGET),
-            "fewer or smaller --cudagraph-capture-sizes, or --enforce-eager",
-        )
+        shrink = "fewer or smaller --cudagraph-capture-sizes, or --enforce-eager"
+        yield _estimated("graphs", "CUDA graphs", s.graphs, Counted.BUDGET, shrink)
 
 
 def _outside(s: Subject) -> Iterator[Line]:
@@ -251,36 +245,27 @@ def _outside(s: Subject) -> Iterator[Line]:
     yield _exact("block_tables", "runner's block tables", runner, outside, shrink)
     if d.dcp > 1 and d.pcp == 1 and d.dcp <= _NODE:
         rows = buffers.context_rows(spec, w, d.dcp)
-        size = 2 * rows * spec.cache_row_width * 2
-        yield _estimated(
-            *("symmetric_kv", "direct gather of context rows", Estimate(size, 0, size)),
-            *(outside, _SEQS),
-        )
+        gather = 2 * rows * spec.cache_row_width * 2
+        estimate = Estimate(gather, 0, gather)
+        yield _estimated("symmetric_kv", "direct gather of context rows", estimate, outside, _SEQS)
 
 
 def _moments(s: Subject) -> Iterator[Line]:
-    d, w = s.deployment, s.workload
+    d, w, moment = s.deployment, s.workload, Counted.MOMENT
     if d.dcp > 1:
         # PCP merges the choices of decode rows only: its prefills see all keys.
         rows = w.decode_rows if d.pcp > 1 else w.max_num_batched_tokens
         stock = exchange_bytes(rows, s.spec.index_topk, d.dcp)
         merge = min(stock, max(s.settings.merge_limit_bytes, _decode_merge(s)))
-        yield _exact(
-            *("merge", "exchange of top-k candidates", merge, Counted.MOMENT),
-            *("a smaller VLLM_DCP_MLA_MERGE_LIMIT_BYTES", stock),
-        )
+        shrink = "a smaller VLLM_DCP_MLA_MERGE_LIMIT_BYTES"
+        yield _exact("merge", "exchange of top-k candidates", merge, moment, shrink, stock)
         rows = -(-w.max_num_batched_tokens // d.pcp)
         attention = buffers.attention_transient_bytes(
             rows, d.kernel_heads, s.spec, _query_bytes(s), a2a=d.comm == "a2a"
         )
-        yield _exact(
-            "attention", "one layer's queries and outputs", attention, Counted.MOMENT, _TOKENS
-        )
+        yield _exact("attention", "one layer's queries and outputs", attention, moment, _TOKENS)
     autotune = s.autotune or estimates.autotune_bytes(s.spec, w, d.arch, d.tp, d.pcp, fp4=s.fp4)
-    yield _estimated(
-        *("autotune", "autotune headroom", autotune, Counted.MOMENT),
-        f"{_TOKENS}",
-    )
+    yield _estimated("autotune", "autotune headroom", autotune, moment, _TOKENS)
 
 
 def _decode_merge(s: Subject) -> int:

@@ -23,7 +23,7 @@ from ..workspace import WorkspacePlan, plan_workspace
 from . import estimates, kv_cache, outcome
 from .defaults import model_defaults
 from .estimates import Estimate
-from .kv_cache import KvCapacity
+from .kv_cache import CacheRows, KvCapacity
 from .lines import (
     Line,
     Subject,
@@ -76,6 +76,7 @@ class Plan:
         lines: every allocation but the KV cache.
         ours: what they add up to with this package; None where nothing was planned.
         stock: the same with stock vLLM.
+        rows: what a token takes in the KV cache.
         checkpoint_bytes: bytes of the checkpoint, its MTP layers included.
         weights_from: where the bytes of weights come from.
         context: tokens of a request for which concurrency is said.
@@ -93,6 +94,7 @@ class Plan:
     lines: list[Line] = field(default_factory=list)
     ours: Outcome | None = None
     stock: Outcome | None = None
+    rows: CacheRows | None = None
     checkpoint_bytes: int = 0
     weights_from: str = ""
     context: int = 0
@@ -124,6 +126,7 @@ class _Evaluated:
     ours: Outcome
     stock: Outcome
     split: WorkspacePlan | None
+    rows: CacheRows
 
 
 def make_plan(
@@ -174,6 +177,7 @@ def _answer(
         lines=done.lines,
         ours=done.ours,
         stock=done.stock,
+        rows=done.rows,
         checkpoint_bytes=model.checkpoint_bytes,
         weights_from=model.weights_from,
         context=min(request.context or workload.max_model_len, workload.max_model_len),
@@ -218,10 +222,10 @@ def _evaluate(case: _Case, d: Deployment, workload: Workload) -> _Evaluated:
         )
     )
     row_bytes = kv_cache.row_bytes(cache_format, spec.cache_row_width)
-    per_token = kv_cache.bytes_per_token(spec, row_bytes, drafter=drafter)
+    rows = kv_cache.cache_rows(spec, row_bytes, drafter=drafter)
 
     def make_kv(budget: int) -> KvCapacity:
-        return KvCapacity(per_token, budget, workload.block_size, d.dcp)
+        return KvCapacity(rows.bytes_per_token, budget, workload.block_size, d.dcp)
 
     used = case.request.utilization
     return _Evaluated(
@@ -229,6 +233,7 @@ def _evaluate(case: _Case, d: Deployment, workload: Workload) -> _Evaluated:
         ours=outcome.add_up(lines, total, used, make_kv),
         stock=outcome.add_up(lines, total, used, make_kv, stock=True),
         split=split,
+        rows=rows,
     )
 
 

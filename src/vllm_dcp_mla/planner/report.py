@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from .budget import Budget
@@ -103,16 +104,16 @@ def _kv(plan: Plan) -> dict[str, Any]:
     keys = (
         *("bytes_per_token", "budget_bytes", "tokens_per_rank", "tokens_logical", "block_tokens"),
         *("block_size", "block_bytes", "context", "requests", "gain", "tokens_logical_at_most"),
-        *("stock_budget_bytes", "stock_tokens_logical"),
+        *("stock_budget_bytes", "stock_tokens_logical", "rows"),
     )
-    if plan.ours is None or plan.stock is None:
+    if plan.ours is None or plan.stock is None or plan.rows is None:
         return dict.fromkeys(keys)
     kv, stock = plan.ours.kv, plan.stock.kv
     values = (
         *(kv.bytes_per_token, kv.budget_bytes, kv.tokens_per_rank, kv.tokens_logical),
         *(kv.block_tokens, kv.block_size, kv.block_bytes, plan.context),
         *(round(kv.requests(plan.context), 2), plan.kv_gain, plan.ours.kv_at_most.tokens_logical),
-        *(stock.budget_bytes, stock.tokens_logical),
+        *(stock.budget_bytes, stock.tokens_logical, asdict(plan.rows)),
     )
     return dict(zip(keys, values, strict=True))
 
