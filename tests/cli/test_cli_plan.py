@@ -109,6 +109,7 @@ def test_hopper_gets_no_blackwell_figures(capsys):
         (["--context", "many"], 2),
         (["--graphs-gib", "-1"], 2),
         (["--total-gib", "none"], 2),
+        (["--total-gib", "0"], 2),
         (["--kv-gib", "3"], 2),
         (["--no-such-flag"], 2),
         (["--tp"], 2),

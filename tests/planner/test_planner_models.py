@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from vllm_dcp_mla.models import BUILT_IN, load_config
 from vllm_dcp_mla.planner.checkpoint import INDEX_FILE, computed_weights
@@ -78,6 +80,47 @@ def test_a_missing_field_is_named(key):
 def test_a_field_that_is_no_count_is_named(value):
     with pytest.raises(ModelMemoryError, match="hidden_size"):
         read_model("glm-5.2", {**GLM, "hidden_size": value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 1 << 20),
+        ("num_nextn_predict_layers", 1 << 20),
+        ("index_topk_pattern", 3),
+        ("rope_parameters", [8000000]),
+        ("rope_scaling", {"rope_type": "yarn", "factor": "40"}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": float("inf")}),
+    ],
+)
+def test_a_field_that_is_something_else_is_named(key, value):
+    with pytest.raises(ModelMemoryError, match=key):
+        read_model("glm-5.2", {**GLM, key: value})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=5,
+)
+sections = st.dictionaries(
+    st.sampled_from(["quant_method", "quant_algo", "weight_block_size", "ignore", "rope_type"]),
+    st.sampled_from(["fp8", "modelopt", "NVFP4", [128, 128], [0, 0], ["*mlp*"]]) | json_values,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    key=st.sampled_from([*sorted(GLM), "quantization_config", "index_topk_pattern"]),
+    value=json_values | sections,
+)
+def test_any_config_is_read_or_named(key, value):
+    try:
+        said = str(len(read_model("glm-5.2", {**SMALL, key: value}).weights)) + "."
+    except ModelMemoryError as error:
+        said = str(error)
+    assert said.endswith(".")
+    assert said != "0."
 
 
 @pytest.mark.parametrize(

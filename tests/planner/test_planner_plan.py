@@ -209,6 +209,7 @@ def test_dcp_multiplies_the_tokens_but_for_what_it_costs():
         ({"mtp": -1}, "--mtp is -1"),
         ({"mtp": 99}, "--mtp is 99"),
         ({"context": 0}, "--context is 0"),
+        ({"context": 200_000, "max_model_len": 131_072}, "--context is 200000"),
     ],
 )
 def test_sizes_that_vllm_refuses_are_named(flags, named):

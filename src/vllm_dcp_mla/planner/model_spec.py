@@ -15,6 +15,9 @@ REQUIRED = (
 )
 _MAY_BE_ZERO = frozenset({"qk_rope_head_dim", "n_routed_experts"})
 _MOST = 1 << 31
+#: Fields that count layers; above this one is a mistake in the file.
+_LAYER_FIELDS = ("num_hidden_layers", "num_nextn_predict_layers")
+_MOST_LAYERS = 1 << 12
 
 
 class MissingFieldsError(ValueError):
@@ -89,10 +92,12 @@ def read_model_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     Raises:
         MissingFieldsError: fields are missing or are no counts.
     """
-    missing = [key for key in REQUIRED if not _is_count(config.get(key), key in _MAY_BE_ZERO)]
-    if missing:
+    unusable = [key for key in REQUIRED if not _is_count(config.get(key), key in _MAY_BE_ZERO)]
+    unusable += [key for key in _LAYER_FIELDS if _optional(config, key, 0) > _MOST_LAYERS]
+    unusable += [key for key, is_usable in _USABLE.items() if not is_usable(config.get(key))]
+    if unusable:
         raise MissingFieldsError(
-            f"{where} has no usable {', '.join(missing)}: the memory of a DSA model follows from "
+            f"{where} has no usable {', '.join(unusable)}: the memory of a DSA model follows from "
             "them; give the config.json of a GLM-5.x or DeepSeek-V3.2 model."
         )
     layers = config["num_hidden_layers"]
@@ -142,6 +147,31 @@ def _rope_table_bytes(config: Mapping[str, Any]) -> int:
         return config["max_position_embeddings"] * width * 2
     original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
     return 2 * int(original * scaling.get("factor", 1)) * width * 4
+
+
+def _is_pattern(value: object) -> bool:
+    return value is None or isinstance(value, str | list)
+
+
+def _is_scaling(value: object) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, Mapping):
+        return False
+    numbers = (value.get(key, 1) for key in ("factor", "original_max_position_embeddings"))
+    return all(_is_number(number) for number in numbers)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST
+
+
+#: Fields that a config may leave out, but not fill with something else.
+_USABLE = {
+    "index_topk_pattern": _is_pattern,
+    "rope_parameters": _is_scaling,
+    "rope_scaling": _is_scaling,
+}
 
 
 def _optional(config: Mapping[str, Any], key: str, default: int) -> int:

@@ -180,7 +180,7 @@ def _answer(
         rows=done.rows,
         checkpoint_bytes=model.checkpoint_bytes,
         weights_from=model.weights_from,
-        context=min(request.context or workload.max_model_len, workload.max_model_len),
+        context=request.context or workload.max_model_len,
         kv_gain=_gain(case, d, workload, done.ours.kv),
         max_tokens=_largest_batch(case, d, workload),
         notes=_notes(case, d, served_by, workload),

@@ -70,6 +70,11 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
     method = str(section.get("quant_method", "")).lower()
     algorithm = str(section.get("quant_algo", "")).upper()
     ignore = section.get("ignore") or section.get("modules_to_not_convert") or ()
+    if not isinstance(ignore, list | tuple):
+        raise UnknownQuantizationError(
+            f"quantization_config lists what it leaves out as {ignore!r}, but that is a list of "
+            "module names; correct it."
+        )
     patterns = tuple(str(name) for name in ignore)
     if method == "fp8" or (method == "modelopt" and algorithm == "FP8"):
         block = section.get("weight_block_size")

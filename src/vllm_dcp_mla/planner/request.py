@@ -192,8 +192,12 @@ class Request:
                 f"--mtp is {self.mtp}, but the model has no MTP layer (num_nextn_predict_layers); "
                 "leave it out."
             )
-        if self.context is not None and self.context < 1:
-            problems.append(f"--context is {self.context}, but a request has at least 1 token.")
+        longest = self.workload(spec).max_model_len
+        if self.context is not None and not 1 <= self.context <= longest:
+            problems.append(
+                f"--context is {self.context}, but a request has 1 to {longest} tokens "
+                "(--max-model-len); use a number between them."
+            )
         return problems
 
     def other_flags(self, workload: Workload) -> list[str]:
@@ -267,6 +271,8 @@ def read_request(raw: RawRequest) -> Request:
             ("--autotune-gib", raw.autotune_gib),
         )
     }
+    if figures["--total-gib"] == 0 and not any(p.startswith("--total-gib") for p in problems):
+        problems.append("--total-gib is 0, but a GPU has memory; give its GiB.")
     _check_name("--gpu", raw.gpu, (*GPUS, LOCAL), problems)
     _check_name("--kv-cache-dtype", raw.kv_cache_dtype, KV_CACHE_DTYPES, problems)
     if raw.comm is not None:
