@@ -291,12 +291,23 @@ def test_a_plot_is_written(capsys, tmp_path, suffix):
         assert text.count("xtick_") == 2
 
 
-def test_a_plot_shows_what_does_not_fit(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], None),
+        (["--model", "glm-5.2"], "no KV cache"),
+        (["--utilization", "1"], "does not fit"),
+        (NEGATIVE, "no KV cache"),
+    ],
+)
+def test_a_plot_says_what_does_not_fit(capsys, tmp_path, flags, said):
     pytest.importorskip("matplotlib")
-    for flags, count in ((["--model", "glm-5.2"], 1), ([], 0), (NEGATIVE, 1)):
-        file = tmp_path / "plot.svg"
-        plan(capsys, *flags, "--plot", str(file))
-        assert file.read_text().count("<!-- does not fit -->") == count
+    file = tmp_path / "plot.svg"
+    plan(capsys, *flags, "--plot", str(file))
+    written = {
+        why for why in ("does not fit", "no KV cache") if f"<!-- {why} -->" in file.read_text()
+    }
+    assert written == ({said} if said else set())
 
 
 @pytest.mark.parametrize(

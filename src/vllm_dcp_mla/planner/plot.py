@@ -12,6 +12,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 #: Segments from the bottom up: key, what the legend says, colour.
 _SEGMENTS = (
     ("weights", "weights", "#355070"),
+    ("non_kv", "counted by profiling", "#355070"),
     ("buffers", "buffers and workspace", "#6d597a"),
     ("peak", "profiled step (estimate)", "#b56576"),
     ("graphs", "CUDA graphs (estimate)", "#e88c7d"),
@@ -33,11 +34,12 @@ def segments(plan: dict[str, Any]) -> dict[str, float]:
             continue
         key = line.get("key", "")
         group = "weights" if key.startswith("weights_") else key
-        counted[group if group in ("weights", "peak", "graphs") else "buffers"] += line["bytes"]
+        counted[group if group in counted else "buffers"] += line["bytes"]
     memory = plan["memory"]
     counted["kv"] = memory["kv_bytes"]
     counted["outside"] = min(memory["outside_bytes"], memory["total_bytes"])
-    counted["free"] = memory["free_bytes"]
+    # What is missing for a cache is taken from what would have stayed free.
+    counted["free"] = memory["free_bytes"] + min(memory["kv_bytes"], 0)
     return {key: size / GIB for key, size in counted.items()}
 
 
@@ -88,6 +90,8 @@ def _fill(axes: Any, drawn: list[tuple[str, dict[str, Any]]], title: str, axis: 
     bottoms = [0.0] * len(bars)
     for key, label, colour in _SEGMENTS:
         heights = [max(bar[key], 0.0) for bar in bars]
+        if not any(heights):
+            continue
         axes.bar(
             *(places, heights, _BAR_WIDTH, bottoms),
             color=colour, label=label, edgecolor="white", linewidth=0.6,
@@ -109,12 +113,14 @@ def _fill(axes: Any, drawn: list[tuple[str, dict[str, Any]]], title: str, axis: 
     for place, (_, plan) in enumerate(drawn):
         if not plan["ok"]:
             top = max(bottoms[place], total)
+            why = "does not fit" if plan["memory"]["kv_bytes"] > 0 else "no KV cache"
             axes.text(
-                *(place, top + highest * 0.012, "does not fit"),
+                *(place, top + highest * 0.012, why),
                 ha="center", va="bottom", color=_WRONG, fontweight="bold", fontsize=10,
             )  # fmt: skip
     axes.set_xticks(list(places), [label for label, _ in drawn])
-    axes.set_xlim(-0.6, len(bars) - 0.4)
+    margin = 0.6 if len(bars) > 1 else 1.2  # a single bar is no wall
+    axes.set_xlim(-margin, len(bars) - 1 + margin)
     axes.set_ylim(0, highest * 1.08)
     axes.set_xlabel(axis)
     axes.set_ylabel("GiB of one GPU")

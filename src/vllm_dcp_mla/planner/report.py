@@ -71,11 +71,11 @@ def figures_json(plan: FiguresPlan | None, problems: list[str]) -> dict[str, Any
         "problems": plan.problems,
         "notes": plan.notes,
         "lines": [
-            {"name": name, "bytes": size, "stock_bytes": size, "profiled": profiled}
-            for name, size, profiled in (
-                ("memory counted by profiling", budget.non_kv_bytes, True),
-                ("CUDA graphs", budget.graphs_bytes, True),
-                ("needed beside the requested share", budget.outside_bytes, False),
+            {"key": key, "name": name, "bytes": size, "stock_bytes": size, "profiled": profiled}
+            for key, name, size, profiled in (
+                ("non_kv", "memory counted by profiling", budget.non_kv_bytes, True),
+                ("graphs", "CUDA graphs", budget.graphs_bytes, True),
+                ("outside", "needed beside the requested share", budget.outside_bytes, False),
             )
         ],
         "kv": {**empty["kv"], "budget_bytes": budget.kv_bytes},
