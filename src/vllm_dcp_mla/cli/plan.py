@@ -32,7 +32,12 @@ from . import options, plan_tables
 _Text = str | None
 Utilization = Annotated[
     str,
-    typer.Option("--utilization", "--gpu-memory-utilization", metavar="SHARE"),
+    typer.Option(
+        "--utilization",
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        help="Share of the GPU that vLLM plans with.",
+    ),
 ]
 Figure = Annotated[_Text, typer.Option(metavar="GIB", help="A figure of a server log.")]
 
