@@ -22,7 +22,7 @@ LAUNCHES = sorted(EXAMPLES.glob("*200/*/launch.sh"))
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *ROOT.glob("tests/*.sh"), ROOT / ".ci" / "run"])
 SECTIONS = ("Start", "Expected in the log", "Verify", "Memory", "Limits")
 HOPPER = "FLASH_ATTN_MLA_SPARSE"
-#: What the issue of a deployment asks for: folder, (tp, pcp, dcp).
+#: Folder of each deployment: (tp, pcp, dcp).
 DEPLOYMENTS = {
     "b200/glm-5.2-nvfp4-tp2-pcp2": (2, 2, 1),
     "b200/glm-5.2-nvfp4-tp1-pcp4": (1, 4, 1),
