@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """GSM8K, or a task of its format, against a server, through lm-eval; one JSON file with every item.
 
-    pip install 'vllm-dcp-mla[eval]'
+    pip install '.[eval]'
     ./evaluate.py --label dcp1 --model glm-5.2-fp8 --out results/dcp1.json
     ./evaluate.py --label dcp8 --model glm-5.2-fp8 --out results/dcp8.json
     ./compare.py results/dcp1.json results/dcp8.json --tolerance 0.01
@@ -39,7 +39,7 @@ def ask(options: argparse.Namespace) -> dict[str, Any]:
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        sys.exit(f"lm-eval is not installed ({error}); pip install 'vllm-dcp-mla[eval]'.")
+        sys.exit(f"lm-eval is not installed ({error}); pip install '.[eval]'.")
     results = simple_evaluate(
         model="local-completions",
         model_args={
