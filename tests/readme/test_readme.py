@@ -32,6 +32,7 @@ NOT_RUN = {
     "pip uninstall": "changes the environment",
     "vllm serve": "needs GPUs and a checkpoint; tests/serve starts it without",
     "VLLM_DCP_MLA_DISABLE=1 vllm serve": "needs GPUs and a checkpoint",
+    "vllm-dcp-mla rehearse": "needs a GPU; tests/gpu and tests/rehearse run it",
     "tests/run.sh": "runs this test",
 }
 #: Beginnings of commands that start vLLM; the others take a second.
