@@ -13,8 +13,12 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 outcomes=$root/build/support
 readonly SECONDS_A_RELEASE=600
-# What is about the repository and not about a release, and what needs a GPU.
-readonly NOT_BY_RELEASE=(--ignore tests/packaging --ignore tests/readme --ignore tests/gpu)
+# What is about the repository and not about a release, what needs a GPU, and what starts engines of
+# the newest release and takes minutes each time.
+readonly NOT_BY_RELEASE=(
+  --ignore tests/packaging --ignore tests/readme --ignore tests/gpu
+  --ignore tests/serve --ignore tests/rehearse
+)
 
 newest_release() {
   local venv
