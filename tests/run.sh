@@ -33,7 +33,7 @@ newest_release() {
     return
   fi
   rm -rf "$outcomes"
-  python -m pytest --cov --cov-report=term:skip-covered --support-file "$outcomes/newest.json"
+  python -m pytest --cov --cov-report=term:skip-covered --support-file="$outcomes/newest.json"
   python tests/support.py "$outcomes/newest.json"
 }
 
@@ -51,7 +51,7 @@ older_release() {
     "$python" -m pytest "${NOT_BY_RELEASE[@]}" "$@"
     return
   fi
-  "$python" -m pytest "${NOT_BY_RELEASE[@]}" --support-file "$file"
+  "$python" -m pytest "${NOT_BY_RELEASE[@]}" --support-file="$file"
   "$python" tests/support.py "$file"
 }
 
