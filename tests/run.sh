@@ -13,11 +13,12 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 outcomes=$root/build/support
 readonly SECONDS_A_RELEASE=600
-# What is about the repository and not about a release, what needs a GPU, and what starts engines of
-# the newest release and takes minutes each time.
+# What is about the repository and not about a release, what needs a GPU, and what is about the newest
+# release only: started engines, the plan's figures, the examples' flags.
 readonly NOT_BY_RELEASE=(
   --ignore tests/packaging --ignore tests/readme --ignore tests/gpu
-  --ignore tests/serve --ignore tests/rehearse
+  --ignore tests/serve --ignore tests/rehearse --ignore tests/examples
+  --ignore tests/planner/test_planner_stock.py
 )
 
 newest_release() {
