@@ -102,7 +102,7 @@ def test_the_metadata_says_what_the_project_is(metadata):
     extra = [
         Requirement(line)
         for line in re.findall(r"^Requires-Dist: (.*)", head, re.MULTILINE)
-        if "extra ==" in line
+        if "extra == 'vllm'" in line
     ]
     assert {r.name: (str(r.marker), r.specifier) for r in extra} == {
         "vllm": ('extra == "vllm"', TESTED),
