@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from vllm_dcp_mla.cli import rehearse as module
-from vllm_dcp_mla.rehearse import rehearsal
 from vllm_dcp_mla.cli.main import main
 from vllm_dcp_mla.models import load_config
+from vllm_dcp_mla.rehearse import rehearsal
 from vllm_dcp_mla.rehearse.judge import Case
 from vllm_dcp_mla.rehearse.machine import LocalGpu, Machine, MachineError
 from vllm_dcp_mla.rehearse.rehearsal import Outcome
