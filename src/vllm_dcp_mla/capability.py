@@ -12,6 +12,8 @@ from typing import Literal
 
 from packaging.version import Version
 
+from .compat.refusals import release_refusals
+from .compat.releases import NEWEST, Release
 from .topology import check_topology, divisors, gathered_heads, valid_dcp_sizes
 
 KvCacheFormat = Literal["bfloat16", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla"]
@@ -26,6 +28,7 @@ _FLAGS = {
     "dcp": "--decode-context-parallel-size",
     "kv_cache_dtype": "--kv-cache-dtype",
     "comm": "--dcp-comm-backend",
+    "interleave": "--cp-kv-cache-interleave-size",
 }
 
 #: The oldest FlashInfer whose sparse MLA decode returns an LSE.
@@ -45,11 +48,12 @@ class ModelDims:
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """What is installed beside vLLM; None and False mean missing."""
+    """vLLM's series, and what is installed beside it; None and False mean missing."""
 
     flashinfer: str | None
     flashmla: bool
     flash_attn_4: bool
+    release: Release = NEWEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class Deployment:
         dims: the model.
         libraries: what is installed.
         any_device: a kernel that runs anywhere is forced (``kernel=reference``).
+        interleave: ``--cp-kv-cache-interleave-size``.
     """
 
     arch: tuple[int, int]
@@ -75,6 +80,7 @@ class Deployment:
     dims: ModelDims
     libraries: Libraries
     any_device: bool = False
+    interleave: int = 1
 
     @property
     def heads_per_rank(self) -> int:
@@ -260,7 +266,7 @@ def row(name: str) -> BackendRow:
 def refusals(name: str, d: Deployment) -> list[str]:
     """Why a backend does not serve a deployment with ``dcp > 1``; empty when it does."""
     r = row(name)
-    reasons = []
+    reasons = release_refusals(name, d)
     if not d.any_device or not r.ours:
         if d.arch[0] not in r.arch_majors:
             needed = " or ".join(f"SM{major}x" for major in r.arch_majors)
@@ -294,6 +300,7 @@ def suggestion(d: Deployment) -> str | None:
             int(other.kv_cache_dtype != d.kv_cache_dtype),
             abs(other.dcp - d.dcp) + abs(other.pcp - d.pcp),
             int(other.comm != d.comm),
+            int(other.interleave != d.interleave),
         )
         if best is None or distance < best[0]:
             best = (distance, other, name)
@@ -317,7 +324,8 @@ def _neighbours(d: Deployment) -> Iterator[Deployment]:
                 continue
             for cache in dict.fromkeys((d.kv_cache_dtype, "fp8_e4m3", "bfloat16", "fp8_ds_mla")):
                 for comm in dict.fromkeys((d.comm, "ag_rs")):
-                    yield replace(d, tp=tp, pcp=pcp, dcp=dcp, kv_cache_dtype=cache, comm=comm)
+                    other = replace(d, tp=tp, pcp=pcp, dcp=dcp, kv_cache_dtype=cache, comm=comm)
+                    yield from dict.fromkeys((other, replace(other, interleave=1)))
 
 
 def explain(name: str, d: Deployment) -> str | None:

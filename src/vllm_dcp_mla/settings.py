@@ -48,6 +48,9 @@ class Settings(BaseModel):
         "auto",
         description="attention kernel; `reference` is plain torch and runs on any device, slowly",
     )
+    metrics: bool = Field(
+        False, description="export the plan that took effect as `dcp_mla:*` gauges on `/metrics`"
+    )
     disable: bool = Field(False, description="leave vLLM untouched")
     allow_untested: bool = Field(
         False, description="stay on with a vLLM outside the tested range (environment only)"

@@ -10,6 +10,7 @@ import pytest
 from vllm_dcp_mla.cli import rehearse as module
 from vllm_dcp_mla.cli.main import main
 from vllm_dcp_mla.models import load_config
+from vllm_dcp_mla.rehearse import rehearsal
 from vllm_dcp_mla.rehearse.judge import Case
 from vllm_dcp_mla.rehearse.machine import LocalGpu, Machine, MachineError
 from vllm_dcp_mla.rehearse.rehearsal import Outcome
@@ -39,7 +40,7 @@ def ran(monkeypatch):
 
     here = Machine(gpus=(H200,), nccl=(2, 30, 3), versions={"torch": "2"})
     monkeypatch.setattr(module, "examine", lambda: here)
-    monkeypatch.setattr(module, "run_rehearsal", run)
+    monkeypatch.setattr(rehearsal, "rehearse", run)
     monkeypatch.setenv("VLLM_DCP_MLA_KERNEL", "reference")
     return asked
 
@@ -194,13 +195,16 @@ def test_an_interrupt_is_status_130(capsys, ran, monkeypatch):
     def run(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "run_rehearsal", run)
+    monkeypatch.setattr(rehearsal, "rehearse", run)
     assert main(["rehearse"]) == 130
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_unwinds_as_an_interrupt_does(ran, monkeypatch, number):
-    before, unwound = signal.getsignal(number), []
+def test_a_signal_unwinds_as_an_interrupt_does(ran, monkeypatch, number, request):
+    # Whoever runs the tests may ignore SIGHUP.
+    theirs = signal.signal(number, signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(number, theirs))
+    before, unwound = signal.SIG_DFL, []
 
     def run(*arguments):
         try:
@@ -209,7 +213,7 @@ def test_a_signal_unwinds_as_an_interrupt_does(ran, monkeypatch, number):
         finally:
             unwound.append(number)
 
-    monkeypatch.setattr(module, "run_rehearsal", run)
+    monkeypatch.setattr(rehearsal, "rehearse", run)
     with pytest.raises(SystemExit) as caught:
         main(["rehearse"])
     assert (caught.value.code, unwound) == (128 + number, [number])
@@ -221,8 +225,8 @@ def test_a_signal_that_is_ignored_stays_so(ran, monkeypatch):
     handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         monkeypatch.setattr(
-            module,
-            "run_rehearsal",
+            rehearsal,
+            "rehearse",
             lambda *arguments: os.kill(os.getpid(), signal.SIGHUP) or Outcome([GOOD]),
         )
         assert main(["rehearse"]) == 0

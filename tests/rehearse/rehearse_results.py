@@ -44,6 +44,12 @@ def rank(number, given_scores, strict):
 
 def states(*grown):
     return [
-        {"device_bytes": 1000 + g, "reserved_bytes": 500, "buffers": [[4096, WORKSPACE]]}
+        {
+            "gpu": "one",
+            "device_bytes": 2_000 + g,
+            "reserved_bytes": 500,
+            "allocated_bytes": 400,
+            "buffers": [[4096, WORKSPACE]],
+        }
         for g in grown
     ]

@@ -71,7 +71,7 @@ class Stage:
                         "distances": [[0, 0.001]],
                         "aborted": 1,
                         "steps": 5,
-                        "states": states(0, 0),
+                        "states": states(*range(3), 9, 9, 9),
                     }
             results[spec.name] = EngineResult(spec, 30.0, ranks)
         if self.raises is not None:

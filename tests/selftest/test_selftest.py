@@ -3,7 +3,9 @@ import json
 import pytest
 
 torch = pytest.importorskip("torch")
+from release_marks import RELEASE  # noqa: E402
 from vllm_dcp_mla.cli.main import main  # noqa: E402
+from vllm_dcp_mla.compat.releases import RELEASES  # noqa: E402
 from vllm_dcp_mla.selftest.attention import StepResult  # noqa: E402
 from vllm_dcp_mla.selftest.batch import (  # noqa: E402
     Shape,
@@ -84,6 +86,13 @@ def test_bad_input(capsys, arguments, status, named):
     assert named in " ".join(answer["problems"])
 
 
+@pytest.mark.vllm
+def test_an_interleave_that_a_release_refuses_is_said(capsys, monkeypatch):
+    monkeypatch.setattr("vllm_dcp_mla.cli.selftest.installed_release", lambda: RELEASES[0])
+    assert main(["selftest", "--interleave", "64"]) == 1
+    assert "--interleave is 64, but the indexer of vLLM 0.29 takes 1" in capsys.readouterr().err
+
+
 def run(*arguments):
     import subprocess
     import sys
@@ -104,7 +113,8 @@ def test_every_case_agrees(arguments):
     status, answer = run(*arguments)
     assert status == 0
     assert answer["ok"]
-    assert len(answer["cases"]) == 21
+    # Two exchanges, and both interleaves where the indexer takes them.
+    assert len(answer["cases"]) == 7 * (3 if RELEASE.interleaves else 2)
     for case in answer["cases"]:
         assert case["ok"]
         assert 0 < case["error"] <= case["limit"]

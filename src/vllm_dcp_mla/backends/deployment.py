@@ -37,4 +37,5 @@ def deployment_of(
         ),
         libraries=libraries_here(),
         any_device=any_device,
+        interleave=parallel.cp_kv_cache_interleave_size,
     )

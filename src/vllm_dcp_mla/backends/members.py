@@ -24,7 +24,7 @@ _CLASSES = {
     ),
     "FlashAttnMLASparseFA4": (
         (f"{_STOCK}.flashattn_mla_sparse", "FlashAttnMLASparseFA4Backend"),
-        (f"{_OURS}.trtllm", "DcpFlashAttnMLASparseFA4Backend"),
+        (f"{_OURS}.flash_attn_4", "DcpFlashAttnMLASparseFA4Backend"),
     ),
     "FlashMLASparse": (
         (f"{_STOCK}.flashmla_sparse", "FlashMLASparseBackend"),

@@ -1,4 +1,4 @@
-"""SM100: FLASHINFER_MLA_SPARSE, and FLASH_ATTN_MLA_SPARSE_FA4, which prefills with the same kernel.
+"""SM100: FLASHINFER_MLA_SPARSE, and what every class with its kernel shares.
 
 Stock sizes the workspace for a whole step and allocates it after memory was profiled. Here launches
 are split along tokens, so that a bounded workspace, made while the model loads, always suffices.
@@ -11,11 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
-    FlashAttnMLASparseFA4Backend,
-    FlashAttnMLASparseFA4Impl,
-    FlashAttnMLASparseFA4MetadataBuilder,
-)
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
     FlashInferMLASparseImpl,
     FlashInferMLASparseMetadataBuilder,
@@ -26,10 +21,11 @@ from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .. import agreement, device_buffer
-from ..compat import a2a, sleep
+from ..compat import a2a, empty_mask, sleep
+from ..compat.adapter import load_adapter
 from ..kernels import load_kernel
 from ..kernels.base import LaunchBuffers, MlaDims, SparseMlaBatch
-from ..kernels.split import clear_empty_rows, launch_split
+from ..kernels.split import launch_split
 from ..settings import load_settings, user_workspace_bytes
 from ..topology import gathered_heads
 from ..workspace import WorkspacePlan
@@ -39,7 +35,10 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
 
 
-class _SplitLaunchImpl(FlashInferMLASparseImpl):
+_Hook: Any = load_adapter().KernelHook
+
+
+class SplitLaunchImpl(_Hook, FlashInferMLASparseImpl):
     """Stock's implementation with the kernel call replaced."""
 
     # Every token brings its own top-k row, filtered by rank and interleave, and the indexer bounds
@@ -74,6 +73,7 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
         )
         sleep.install()
         a2a.install()
+        empty_mask.install()
 
     def _acquire(self, heads: int) -> tuple[LaunchBuffers, WorkspacePlan]:
         return device_buffer.acquire(
@@ -137,19 +137,6 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
             lse.mul_(math.log(2.0))
         return batch.out, lse
 
-    def _forward_mqa_kernel(
-        self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
-        topk_indices: torch.Tensor,
-        valid_counts: torch.Tensor,
-        *,
-        layer: AttentionLayer,
-        block_size: int,
-        is_decode: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
-
 
 def _packed(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The query as one tensor; without a rotary part its latent part is all of it."""
@@ -161,7 +148,7 @@ def _packed(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor
     return torch.cat(q, dim=-1)
 
 
-class _NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):
+class NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):
     """Stock's builder without the workspace it allocates under DCP."""
 
     def __init__(
@@ -175,7 +162,7 @@ class _NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):
         parent.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 
 
-class _AnyDeviceMixin:
+class AnyDeviceMixin:
     """A forced reference kernel runs on any device."""
 
     @classmethod
@@ -184,16 +171,16 @@ class _AnyDeviceMixin:
         return uses_reference_kernel() or super().supports_compute_capability(capability)  # type: ignore[misc]
 
 
-class DcpFlashInferMLASparseImpl(_SplitLaunchImpl):
+class DcpFlashInferMLASparseImpl(SplitLaunchImpl):
     """trtllm-gen for every row."""
 
 
-class DcpFlashInferMLASparseBuilder(_NoSlabBuilder):
+class DcpFlashInferMLASparseBuilder(NoSlabBuilder):
     """Metadata of FLASHINFER_MLA_SPARSE."""
 
 
 class DcpFlashInferMLASparseBackend(
-    _AnyDeviceMixin, CapabilityTableMixin, FlashInferMLASparseTRTLLMBackend
+    AnyDeviceMixin, CapabilityTableMixin, FlashInferMLASparseTRTLLMBackend
 ):
     """FLASHINFER_MLA_SPARSE on SM100 under DCP."""
 
@@ -206,54 +193,3 @@ class DcpFlashInferMLASparseBackend(
     def get_builder_cls() -> type[DcpFlashInferMLASparseBuilder]:
         """The builder vLLM makes for each group of layers."""
         return DcpFlashInferMLASparseBuilder
-
-
-class DcpFlashAttnMLASparseFA4Impl(_SplitLaunchImpl, FlashAttnMLASparseFA4Impl):
-    """FlashAttention 4 for decode steps, trtllm-gen for steps with prefill."""
-
-    def _forward_mqa_kernel(
-        self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
-        topk_indices: torch.Tensor,
-        valid_counts: torch.Tensor,
-        *,
-        layer: AttentionLayer,
-        block_size: int,
-        is_decode: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not is_decode or self.kernel_is_forced:
-            return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
-        out, lse = FlashAttnMLASparseFA4Impl._forward_mqa_kernel(
-            self,
-            q,
-            kv_cache,
-            topk_indices,
-            valid_counts,
-            layer=layer,
-            block_size=block_size,
-            is_decode=True,
-        )
-        if lse is not None:
-            clear_empty_rows(out, lse, valid_counts)
-        return out, lse
-
-
-class DcpFlashAttnMLASparseFA4Builder(_NoSlabBuilder, FlashAttnMLASparseFA4MetadataBuilder):
-    """Metadata of FLASH_ATTN_MLA_SPARSE_FA4."""
-
-
-class DcpFlashAttnMLASparseFA4Backend(
-    _AnyDeviceMixin, CapabilityTableMixin, FlashAttnMLASparseFA4Backend
-):
-    """FLASH_ATTN_MLA_SPARSE_FA4 on SM100 under DCP; it shares the workspace."""
-
-    @staticmethod
-    def get_impl_cls() -> type[DcpFlashAttnMLASparseFA4Impl]:
-        """The implementation vLLM builds for each layer."""
-        return DcpFlashAttnMLASparseFA4Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[DcpFlashAttnMLASparseFA4Builder]:
-        """The builder vLLM makes for each group of layers."""
-        return DcpFlashAttnMLASparseFA4Builder

@@ -14,12 +14,10 @@ from rich.text import Text
 
 from ..models import ModelConfigError
 from ..planner.request import IMPOSSIBLE, RawRequest, RequestError
-from ..rehearse import report
 from ..rehearse.config import INDEX_TOPK
 from ..rehearse.engine import GRAPHS
 from ..rehearse.faults import FAULTS
 from ..rehearse.machine import MachineError, examine
-from ..rehearse.rehearsal import rehearse as run_rehearsal
 from ..rehearse.request import RawRehearsal, read_rehearsal
 from ..settings import SettingsError, load_settings
 from . import options
@@ -81,7 +79,11 @@ def rehearse(
         kernel = load_settings().kernel
         with status, _unwinding_signals():
             machine = examine()
-            outcome = run_rehearsal(
+            # Both need what vLLM brings along; reading the command line does not.
+            from ..rehearse import rehearsal as running
+            from ..rehearse import report
+
+            outcome = running.rehearse(
                 rehearsal.configurations(machine, kernel),
                 machine,
                 rehearsal.options,

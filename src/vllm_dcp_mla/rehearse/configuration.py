@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..models import BUILT_IN
+from ..plugin import ALIAS
 from .engine import SHARED_UTILIZATION, EngineSpec, Graphs
 
-ALIAS = "DCP_MLA_SPARSE"
 #: Utilisation of an engine that has its GPUs for itself.
 _UTILIZATION = 0.8
 #: Characters of a folder's name that an engine's name keeps.

@@ -16,36 +16,15 @@ from . import outside, recall, schedule, soak
 from .checkpoint import RehearsalModel, write_checkpoint
 from .configuration import Configuration, Limits, engine_of, with_baselines
 from .engine import SHARED_KV_CACHE_BYTES, EngineSpec
-from .faults import Fault
 from .judge import Case, conduct, judge, judge_outside, judge_soak
 from .machine import Machine, MachineError, ranks_per_gpu
+from .options import Options
 from .recall import Recall
 from .requests import Recording, Requests, Soak
 from .workload import PROMPTS_PER_CLASS, Prompt, max_model_len, prompts
 
 #: Folder of the checkpoints, beside those of the engines, which have longer names.
 _MODELS = "models"
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a rehearsal is run.
-
-    Attributes:
-        index_topk: of the small models, None for the released ones'.
-        max_num_batched_tokens: most tokens of a step.
-        ranks_per_gpu: None for the smallest number that works.
-        engine_seconds: after which an engine is given up.
-        fault: planted into every engine under DCP, which then runs alone; None for none.
-        soak_seconds: of a soak in place of the comparison; None for none.
-    """
-
-    index_topk: int | None
-    max_num_batched_tokens: int
-    ranks_per_gpu: int | None
-    engine_seconds: float
-    fault: Fault | None = None
-    soak_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

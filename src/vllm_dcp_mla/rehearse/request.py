@@ -22,7 +22,7 @@ from .configuration import Configuration, cover
 from .engine import GRAPHS, Graphs
 from .faults import FAULTS
 from .machine import Machine
-from .rehearsal import Options
+from .options import Options
 
 #: Drafted tokens of the one MTP layer that these models have; vLLM applies it again and again.
 _MOST_MTP = 8
