@@ -31,10 +31,10 @@ GARBAGE = 77_777
 def poison(made):
     """Whatever an earlier step may have left in the buffers that CUDA graphs read."""
     for name, value in vars(made).items():
-        # Some series make one when it is first needed.
         if name.endswith("_buffer") and name not in ("offsets_buffer", "arange_buffer"):
-            if value is not None:
-                value.fill_(GARBAGE)
+            if value is None:  # some series make one when it is first needed
+                continue
+            value.fill_(GARBAGE)
 
 
 def rows_of(lengths, queries):
