@@ -119,6 +119,22 @@ def test_an_untested_vllm_can_be_tried(run):
     assert "FLASHINFER_MLA_SPARSE" in changed(report)
 
 
+def test_an_untested_vllm_that_lacks_something_is_not_tried(run):
+    report = run(
+        """
+        from vllm_dcp_mla.compat import symbols, versions
+        versions.is_tested = lambda version: False
+        symbols.SYMBOLS += (symbols.Symbol('vllm/envs.py', 'gone_tomorrow'),)
+        load_general_plugins(); report()
+        """,
+        VLLM_DCP_MLA_ALLOW_UNTESTED="1",
+    )
+    assert changed(report) == {}
+    ((level, message),) = report["log"]
+    assert level == "WARNING"
+    assert "vllm.envs.gone_tomorrow is gone" in message
+
+
 @pytest.mark.skipif(RELEASE.takes_new_names, reason="CUSTOM is used by older releases only")
 def test_custom_of_another_plugin_is_left_alone_loudly(run):
     report = run(
