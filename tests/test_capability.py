@@ -55,8 +55,8 @@ def test_nope_model_is_served():
 
 def test_the_reference_kernel_needs_neither_gpu_nor_library():
     nothing = cap.Libraries(None, False, False)
-    assert serves(cap.FLASHINFER, arch=(8, 9), libraries=nothing, any_device=True)
-    assert not serves(cap.FLASHMLA, arch=(8, 9), libraries=nothing, any_device=True)
+    assert serves(cap.FLASHINFER, arch=(8, 9), libraries=nothing, kernel="reference")
+    assert not serves(cap.FLASHMLA, arch=(8, 9), libraries=nothing, kernel="reference")
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_versions_and_sizes_are_the_codes():
 def test_the_way_out_of_a_known_gap_works(gpu, sizes):
     gaps = TEXT.partition("## Known gaps")[2]
     raw = RawRequest("glm-5.2", gpu, *map(str, sizes), "auto", "8192", None)
-    refused = read_request(raw).deployment(GPUS[gpu], ASSUMED, any_device=False)
+    refused = read_request(raw).deployment(GPUS[gpu], ASSUMED, kernel="auto")
     assert serving(refused) is None
     works = replace(refused, kv_cache_dtype="fp8_ds_mla", comm="ag_rs")
     assert serving(works) == "FLASHMLA_SPARSE"

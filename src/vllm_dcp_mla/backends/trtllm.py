@@ -33,7 +33,7 @@ from ..kernels.split import clear_empty_rows, launch_split
 from ..settings import load_settings, user_workspace_bytes
 from ..topology import gathered_heads
 from ..workspace import WorkspacePlan
-from .refusing import CapabilityTableMixin, uses_reference_kernel
+from .refusing import CapabilityTableMixin, current_settings
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
@@ -173,7 +173,9 @@ class _AnyDeviceMixin:
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Whether the kernel runs on a device."""
-        return uses_reference_kernel() or super().supports_compute_capability(capability)  # type: ignore[misc]
+        if current_settings().kernel == "reference":
+            return True
+        return super().supports_compute_capability(capability)  # type: ignore[misc]
 
 
 class DcpFlashInferMLASparseImpl(_SplitLaunchImpl):

@@ -111,7 +111,7 @@ def make_plan(
     """
     if problems := request.problems():
         return Plan(request.kv_cache_dtype, problems=problems)
-    d = request.deployment(gpu, libraries, any_device=settings.kernel == "reference")
+    d = request.deployment(gpu, libraries, kernel=settings.kernel)
     if d.dcp == 1:
         return _plan_without_dcp(request, d, user_workspace)
     served_by = serving(d)

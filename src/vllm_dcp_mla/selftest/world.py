@@ -83,6 +83,7 @@ def prepare(device_type: str) -> None:
     hooks.install()
     if device_type == "cpu":
         _complete_interpreted_merge()
+        _give_interpreter_bf16_products()
 
 
 def _complete_interpreted_merge() -> None:
@@ -92,6 +93,26 @@ def _complete_interpreted_merge() -> None:
     kernel: Any = CorrectAttnCPOutKernel.kernel
     parameters = inspect.signature(kernel.fn).parameters.values()
     kernel.constexprs = [i for i, p in enumerate(parameters) if "constexpr" in str(p.annotation)]
+
+
+def _give_interpreter_bf16_products() -> None:
+    """Makes ``tl.dot`` of bf16 right, whose bit patterns Triton's interpreter multiplies."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    stock = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        data = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(data, tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return stock(self, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def place(rank: int, device_type: str) -> torch.device:
