@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from vllm_dcp_mla.kernels.base import LaunchBuffers, MlaDims, SparseMlaBatch
-from vllm_dcp_mla.kernels.key_splits import partial_bytes
+from vllm_dcp_mla.key_splits import partial_bytes
 from vllm_dcp_mla.workspace import counter_bytes, softmax_stats_bytes
 
 ROPE = MlaDims(512, 192, 64)

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from kernel_batches import ROPE, expected, make_batch, make_partials
+from kernel_batches import expected, make_batch, make_partials
 
 CACHES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 #: Outputs are bf16: half a unit in the last place is 2^-9 of an element. The weights are rounded

@@ -89,5 +89,5 @@ def test_small_counters_are_refused():
 
 
 def test_unknown_kernels_are_named():
-    with pytest.raises(ValueError, match="'fast'; known: trtllm_gen, reference"):
+    with pytest.raises(ValueError, match="'fast'; known: trtllm_gen, flashmla"):
         load_kernel("fast")

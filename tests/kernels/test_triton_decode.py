@@ -1,15 +1,12 @@
 """Our Triton kernel, interpreted; the same bodies run compiled in tests/gpu."""
 
-
-
-
 import pytest
 
 torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from kernel_batches import NOPE, ROPE, make_batch, make_partials  # noqa: E402
-from kernel_checks import CACHES, agrees_with_float64, check, launch  # noqa: E402
+from kernel_batches import NOPE, ROPE  # noqa: E402
+from kernel_checks import CACHES, agrees_with_float64  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
 

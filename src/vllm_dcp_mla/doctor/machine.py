@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..capability import arch_name
+from ..capability_rules import arch_name
 from ..compat.installed import package_folder
 from ..compat.libraries import missing_flashmla_modules
 from ..planner import local_gpu

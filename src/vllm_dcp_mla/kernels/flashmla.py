@@ -22,12 +22,14 @@ class FlashMlaKernel:
     clears_empty_rows: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        from vllm.v1.attention.ops import flashmla
+        from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
 
-        usable, reason = flashmla.is_flashmla_sparse_supported()
+        usable, reason = is_flashmla_sparse_supported()
         if not usable:
             raise ImportError(f"FlashMLA cannot be used: {reason}")
-        self._forward = flashmla.flash_mla_sparse_fwd
+        from vllm.third_party.flashmla.flash_mla_interface import flash_mla_sparse_fwd
+
+        self._forward = flash_mla_sparse_fwd
 
     def supports(self, shape: LaunchShape) -> str | None:
         """See :class:`.base.SparseMlaKernel`."""

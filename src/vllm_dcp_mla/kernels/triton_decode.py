@@ -1,6 +1,6 @@
 """Sparse MLA attention in Triton, for any number of heads, from a bf16 or fp8_e4m3 cache.
 
-One thread block attends :data:`.key_splits.BLOCK_HEADS` heads of one token over a share of its
+One thread block attends :data:`..key_splits.BLOCK_HEADS` heads of one token over a share of its
 keys, so that a row of the cache is read once for all of them. Where a batch is too small to fill
 the GPU, the keys of a token are split and a second kernel merges the parts.
 
@@ -26,9 +26,9 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
 )
 from vllm.triton_utils import tl, triton
 
+from ..key_splits import BLOCK_HEADS, BLOCK_KEYS, MAX_SPLITS, head_blocks, num_splits
 from ..merge import LseBase
 from .base import LaunchBuffers, LaunchShape, MlaDims, SparseMlaBatch
-from .key_splits import BLOCK_HEADS, BLOCK_KEYS, MAX_SPLITS, head_blocks, num_splits
 
 _ALIGNMENT = 16  # bytes; rows are read and written in pieces of this size
 _QUERY_UNIT = 1 / 16  # of an fp8 cache's queries in float16
@@ -326,7 +326,7 @@ class TritonDecodeKernel:
         """See :class:`.base.SparseMlaKernel`; rows without tokens are written as (0, -inf).
 
         The query is bf16 whatever the cache is. ``buffers.workspace`` holds
-        :func:`.key_splits.partial_bytes` bytes.
+        :func:`..key_splits.partial_bytes` bytes.
 
         Raises:
             ValueError: memory that is not aligned, or a query that is not bf16.

@@ -77,7 +77,7 @@ def prepare(device_type: str) -> None:
     register()
     import vllm.model_executor.models.deepseek_v2
 
-    from ..backends import trtllm  # noqa: F401
+    from ..backends import hopper, trtllm  # noqa: F401
     from ..indexer import hooks
 
     hooks.install()
@@ -202,7 +202,9 @@ def _rank_main(
         pipe.close()
 
 
-def engine_config(model_config: dict[str, Any], num_ranks: int, dcp: int, comm: str) -> Any:
+def engine_config(
+    model_config: dict[str, Any], num_ranks: int, dcp: int, comm: str, kernel: str = "reference"
+) -> Any:
     """A ``VllmConfig`` of one rank, tensor parallel over all ranks, DCP over groups of them."""
     import json
 
@@ -222,7 +224,7 @@ def engine_config(model_config: dict[str, Any], num_ranks: int, dcp: int, comm: 
             max_num_seqs=16,
             distributed_executor_backend="external_launcher",
             enforce_eager=True,
-            additional_config={"dcp_mla": {"kernel": "reference"}},
+            additional_config={"dcp_mla": {"kernel": kernel}},
         ).create_engine_config()
     config.cache_config.block_size = 64  # the CPU platform overrules it for its own backend
     return config
