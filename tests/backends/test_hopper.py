@@ -54,19 +54,17 @@ def test_a_model_without_a_rotary_part():
 
 def test_a_query_in_two_parts_is_packed():
     impl = made()
-    query, *_, whole, _ = run(impl)
-    with mock.patch("backend_engine.torch.randn", side_effect=torch.randn):
-        parts = []
-        real = impl._forward_mqa_kernel
-
-        def split(q, *args, **kwargs):
-            parts.append(real((q[..., :512], q[..., 512:]), *args, **kwargs))
-            return parts[-1]
-
-        impl._forward_mqa_kernel = split
-        run(impl)
-    assert torch.equal(parts[0][0], whole)
-    assert query.shape[-1] == 576
+    query, rows, topk, counts, whole, _ = run(impl)
+    out, _ = impl._forward_mqa_kernel(
+        (query[..., :512], query[..., 512:]),
+        rows.view(-1, 64, 576),
+        topk,
+        counts,
+        layer=LAYER,
+        block_size=64,
+        is_decode=True,
+    )
+    assert torch.equal(out, whole)
 
 
 def test_a_cache_stored_as_bytes_whose_blocks_are_apart():

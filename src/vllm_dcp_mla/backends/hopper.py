@@ -33,7 +33,6 @@ from .batches import packed, sparse_batch
 from .refusing import CapabilityTableMixin
 
 if TYPE_CHECKING:
-    from vllm.config.cache import CacheDType
     from vllm.v1.attention.backend import AttentionLayer
 
 logger = init_logger("vllm.dcp_mla.hopper")
@@ -167,9 +166,7 @@ class DcpFlashAttnMLASparseBackend(CapabilityTableMixin, FlashAttnMLASparseBacke
 
     stock_refuses_dcp = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
-        *("auto", "bfloat16", "fp8", "fp8_e4m3")
-    ]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*("auto", "bfloat16", "fp8", "fp8_e4m3")]
 
     @staticmethod
     def get_impl_cls() -> type[DcpFlashAttnMLASparseImpl]:

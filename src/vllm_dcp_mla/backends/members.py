@@ -74,8 +74,8 @@ def _of_this_gpu(settings: Settings) -> str:
     if settings.kernel != "auto":
         hopper = settings.kernel in row(FLASH_ATTN_3).kernels
     else:
-        from vllm.platforms import current_platform
+        import vllm.platforms
 
-        capability = current_platform.get_device_capability()
+        capability = vllm.platforms.current_platform.get_device_capability()
         hopper = capability is not None and capability.major == 9
     return "FlashAttnMLASparse" if hopper else "FlashInferMLASparse"

@@ -106,6 +106,8 @@ SYMBOLS: tuple[Symbol, ...] = (
         "SparseMLACommonMetadataBuilder._init_reorder_batch_threshold",
         ("reorder_batch_threshold", "supports_spec_as_decode", "supports_dcp_with_varlen"),
     ),
+    Symbol("vllm/logger.py", "init_logger"),
+    Symbol("vllm/platforms/interface.py", "Platform.get_device_capability"),
     Symbol(_MLA, "MLAAttention._uses_flat_kv_cache"),
     Symbol(_MLA, "MLAAttention.bind_kv_cache"),
     Symbol(_FLASHMLA_OPS, "is_flashmla_sparse_supported"),
