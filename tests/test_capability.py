@@ -103,6 +103,10 @@ def test_sm90_refusals(changes, reason):
         ({"dims": replace(GLM, index_topk=100)}, "multiple of 128, got 100"),
         ({"libraries": replace(LIBRARIES, flashmla=False)}, "built without FlashMLA"),
         ({"dims": replace(GLM, qk_rope_head_dim=0)}, "needs rotary dims"),
+        (
+            {"kernel": "flash_attn3", "libraries": replace(LIBRARIES, flash_attn_3=False)},
+            "built without FlashAttention 3",
+        ),
         ({}, ""),
     ],
 )

@@ -45,6 +45,7 @@ class Libraries:
     flashinfer: str | None
     flashmla: bool
     flash_attn_4: bool
+    flash_attn_3: bool = True
 
 
 @dataclass(frozen=True, slots=True)

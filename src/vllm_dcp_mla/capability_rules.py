@@ -153,7 +153,8 @@ def _forced_hopper_kernel(d: Deployment) -> str | None:
     if d.dims.qk_rope_head_dim != 64:
         return f"the forced kernel {d.kernel} needs rotary dims, got none"
     if d.kernel == "flash_attn3":
-        return None
+        missing = "this vLLM was built without FlashAttention 3 (_vllm_fa3_C is missing)"
+        return None if d.libraries.flash_attn_3 else missing
     if not d.libraries.flashmla:
         return _flashmla_library(d.libraries)
     if d.kernel_heads not in FLASHMLA_SPARSE_HEADS:
