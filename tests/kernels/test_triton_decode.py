@@ -31,3 +31,14 @@ def test_agrees_with_float64(tokens, heads, topk, cache, dims, num_sms, seed):
     agrees_with_float64(
         kernel(num_sms), tokens, heads, topk, cache=cache, dims=dims, num_sms=num_sms, seed=seed
     )
+
+
+@pytest.mark.parametrize("cache", sorted(CACHES))
+@pytest.mark.parametrize("splits", [2, 3, 4])
+def test_parts_of_a_row_are_merged_whatever_its_length(cache, splits):
+    """Up to a block a part, rows that end in it, and rows too short for the last parts."""
+    counts = [0, 1, 63, 64, 65, 128, 129, 200, 256]
+    for count in counts:
+        agrees_with_float64(
+            kernel(2 * splits), 2, 9, 256, cache=cache, counts=[count, 256 - count], num_sms=8
+        )
