@@ -104,3 +104,70 @@ def common_metadata(seq_lens, query_lens, num_decodes, rank, dcp, interleave=1, 
         seq_lens_cpu_upper_bound=lengths,
         is_prefilling=torch.arange(len(seq_lens)) >= num_decodes,
     )
+
+
+def pad(common, requests, tokens):
+    """The same batch as a CUDA graph's: requests without length or query, tokens of nobody."""
+    starts = torch.cat((common.query_start_loc, common.query_start_loc[-1:].repeat(requests)))
+    lengths = torch.cat((common.seq_lens, torch.zeros(requests, dtype=torch.int32)))
+    table = torch.cat((common.block_table_tensor, torch.zeros(requests, WIDTH, dtype=torch.int32)))
+    return common.replace(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths,
+        dcp_local_seq_lens=torch.zeros_like(lengths),
+        block_table_tensor=table,
+        num_reqs=len(lengths),
+        num_actual_tokens=common.num_actual_tokens + tokens,
+        is_prefilling=torch.zeros(len(lengths), dtype=torch.bool),
+    )
+
+
+class _Sm100:
+    """The platform of this process, but for the two answers by which vLLM knows an SM100."""
+
+    def __init__(self, platform):
+        self._platform = platform
+
+    def __getattr__(self, name):
+        return getattr(self._platform, name)
+
+    def is_cuda(self):
+        return True
+
+    def is_device_capability_family(self, family):
+        return family == 100
+
+
+@contextmanager
+def sm100():
+    """vLLM's indexer module as on SM100 with DeepGEMM; yields what DeepGEMM was asked to schedule.
+
+    Each entry holds the context lengths of the rows and the request of each row.
+    """
+    from vllm.v1.attention.backends.mla import indexer
+
+    from vllm_dcp_mla.indexer import hooks
+
+    import vllm.model_executor.models.deepseek_v2  # noqa: F401  isort: skip
+
+    hooks.install()
+    asked = []
+
+    def deepgemm(context_lens, block_size, num_sms, indices=None):
+        asked.append((context_lens.clone(), indices.clone()))
+        return torch.ones(num_sms + 1, 2, dtype=torch.int32)
+
+    dispatch = indexer.get_paged_mqa_logits_metadata
+    cell = dispatch.__closure__[dispatch.__code__.co_freevars.index("stock")]
+    stock = cell.cell_contents
+    with (
+        mock.patch.object(indexer, "current_platform", _Sm100(indexer.current_platform)),
+        mock.patch.object(indexer, "has_deep_gemm", lambda: True),
+    ):
+        cell.cell_contents = deepgemm
+        try:
+            yield asked
+        finally:
+            cell.cell_contents = stock

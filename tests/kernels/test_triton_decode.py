@@ -8,7 +8,9 @@ from hypothesis import strategies as st  # noqa: E402
 from kernel_batches import NOPE, ROPE  # noqa: E402
 from kernel_checks import CACHES, agrees_with_float64  # noqa: E402
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
+from release_marks import serves_hopper  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm"), serves_hopper]
 
 
 def kernel(num_sms=8):

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+from release_marks import serves_hopper
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, serves_hopper]
 
 # In a process of its own: elsewhere in the tests kernels are interpreted, and have no key.
 PROGRAM = """

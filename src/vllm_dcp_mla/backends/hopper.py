@@ -1,4 +1,4 @@
-"""SM90: FLASH_ATTN_MLA_SPARSE, the first sparse backend that vLLM asks there.
+"""SM90, with vLLM 0.33: FLASH_ATTN_MLA_SPARSE, the first sparse backend that vLLM asks there.
 
 Stock has no backend that serves DCP from a bf16 or fp8_e4m3 cache on Hopper. This one reads the
 query packed and in bf16, and dequantises a cache in the kernel.
@@ -21,15 +21,15 @@ from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .. import device_buffer
-from ..compat import a2a, flat_cache
+from ..compat import flat_cache
 from ..kernels import load_kernel, triton_decode
 from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
 from ..kernels.split import clear_empty_rows
 from ..key_splits import head_blocks
 from ..settings import load_settings
-from ..topology import gathered_heads
-from ..warmup import register_indexer_kernels, warm
+from ..warmup import warm
 from .batches import packed, sparse_batch
+from .implementation import DcpImplMixin
 from .refusing import CapabilityTableMixin
 
 if TYPE_CHECKING:
@@ -41,32 +41,23 @@ logger = init_logger("vllm.dcp_mla.hopper")
 _FULL_STEPS = ("flashmla", "flash_attn3")
 
 
-class DcpFlashAttnMLASparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
+class DcpFlashAttnMLASparseImpl(DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
     """A kernel that splits keys for small steps, the fastest that takes the shape for others."""
 
     supports_dcp = True
     can_return_lse_for_decode = True
     lse_base_on_e = True
-    # Every token brings its own top-k row, filtered by rank and interleave, and the indexer bounds
-    # each token's keys after MTP tokens are expanded: no interleave is special.
-    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        parallel = config.parallel_config
         self._is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
         if self.kv_cache_dtype == "fp8":
             logger.info_once(
                 "The fp8 KV cache is fp8_e4m3 with one scale: FLASHMLA_SPARSE does not serve "
                 "fp8_ds_mla in this configuration."
             )
-        heads = gathered_heads(
-            self.num_heads,
-            parallel.tensor_parallel_size,
-            parallel.prefill_context_parallel_size,
-            parallel.decode_context_parallel_size,
-        )
+        heads = self._kernel_heads(config)
         self._shape = LaunchShape(
             heads=heads,
             topk=config.model_config.hf_text_config.index_topk,
@@ -77,15 +68,16 @@ class DcpFlashAttnMLASparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata])
         sms = device_buffer.num_sms(device)
         forced = load_settings(config.additional_config).kernel
         self._small, self._full = _choose_kernels(self._shape, forced, sms)
+        self.kernel_names = tuple(dict.fromkeys((self._small.name, self._full.name)))
         # Up to this many tokens all thread blocks run at once, and keys can be split.
         self._small_tokens = sms // head_blocks(heads)
         self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
         triton_decode.warm_up(
             self._shape.cache_dtype, self._shape.dims, partial(warm, config, device)
         )
-        register_indexer_kernels(config)
+        _register_indexer_kernels(config)
         flat_cache.install(DcpFlashAttnMLASparseBackend)
-        a2a.install()
+        self._join_ranks(config, heads=heads)
 
     def _forward_mqa_kernel(
         self,
@@ -143,6 +135,17 @@ def _choose_kernels(
         if kernel.supports(shape) is None:
             return splitting, kernel
     return splitting, splitting
+
+
+def _register_indexer_kernels(vllm_config: Any) -> None:
+    """Registers the kernels of vLLM's sparse indexer, as vLLM does for the backends it names."""
+    if not vllm_config.kernel_config.enable_jit_warmup:
+        return
+    from vllm.v1.attention.backends.mla import compressor_utils, indexer
+
+    compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL.register_warmup()
+    indexer._PREPARE_UNIFORM_DECODE_KERNEL.register_warmup()
+    indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL.register_warmup()
 
 
 class DcpFlashAttnMLASparseBuilder(FlashAttnMLASparseMetadataBuilder):

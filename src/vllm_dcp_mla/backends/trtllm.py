@@ -1,4 +1,4 @@
-"""SM100: FLASHINFER_MLA_SPARSE, and FLASH_ATTN_MLA_SPARSE_FA4, which prefills with the same kernel.
+"""SM100: FLASHINFER_MLA_SPARSE, and what every class with its kernel shares.
 
 Stock sizes the workspace for a whole step and allocates it after memory was profiled. Here launches
 are split along tokens, so that a bounded workspace, made while the model loads, always suffices.
@@ -11,11 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
-    FlashAttnMLASparseFA4Backend,
-    FlashAttnMLASparseFA4Impl,
-    FlashAttnMLASparseFA4MetadataBuilder,
-)
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
     FlashInferMLASparseImpl,
     FlashInferMLASparseMetadataBuilder,
@@ -25,47 +20,43 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .. import device_buffer
-from ..compat import a2a, sleep
+from ..compat import empty_mask, sleep
+from ..compat.adapter import load_adapter
 from ..kernels import load_kernel
 from ..kernels.base import LaunchBuffers, MlaDims
-from ..kernels.split import clear_empty_rows, launch_split
+from ..kernels.split import launch_split
 from ..settings import load_settings, user_workspace_bytes
-from ..topology import gathered_heads
 from ..workspace import WorkspacePlan
 from .batches import packed, sparse_batch
+from .implementation import DcpImplMixin
 from .refusing import CapabilityTableMixin, current_settings
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
 
 
-class _SplitLaunchImpl(FlashInferMLASparseImpl):
-    """Stock's implementation with the kernel call replaced."""
+_Hook: Any = load_adapter().KernelHook
 
-    # Every token brings its own top-k row, filtered by rank and interleave, and the indexer bounds
-    # each token's keys after MTP tokens are expanded: no interleave is special.
-    supports_mtp_with_cp_non_trivial_interleave_size = True
+
+class SplitLaunchImpl(_Hook, DcpImplMixin, FlashInferMLASparseImpl):
+    """Stock's implementation with the kernel call replaced."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        parallel = config.parallel_config
         settings = load_settings(config.additional_config)
         self.kernel_is_forced = settings.kernel != "auto"
         self._kernel = load_kernel(settings.kernel if self.kernel_is_forced else "trtllm_gen")
+        self.kernel_names = (self._kernel.name,)
         self._dims = MlaDims(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim)
         self._max_num_tokens = config.scheduler_config.max_num_batched_tokens
         self._slab_limit_bytes = settings.slab_limit_bytes
-        heads = gathered_heads(
-            self.num_heads,
-            parallel.tensor_parallel_size,
-            parallel.prefill_context_parallel_size,
-            parallel.decode_context_parallel_size,
-        )
+        heads = self._kernel_heads(config)
         self._buffers, plan = self._acquire(heads)
         self._plans = {heads: plan}
+        self._join_ranks(config, heads=heads, tokens_per_launch=plan.tokens_per_launch)
         sleep.install()
-        a2a.install()
+        empty_mask.install()
 
     def _acquire(self, heads: int) -> tuple[LaunchBuffers, WorkspacePlan]:
         return device_buffer.acquire(
@@ -122,21 +113,8 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
             lse.mul_(math.log(2.0))
         return batch.out, lse
 
-    def _forward_mqa_kernel(
-        self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
-        topk_indices: torch.Tensor,
-        valid_counts: torch.Tensor,
-        *,
-        layer: AttentionLayer,
-        block_size: int,
-        is_decode: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
 
-
-class _NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):
+class NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):
     """Stock's builder without the workspace it allocates under DCP."""
 
     def __init__(
@@ -150,7 +128,7 @@ class _NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):
         parent.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 
 
-class _AnyDeviceMixin:
+class AnyDeviceMixin:
     """A forced reference kernel runs on any device."""
 
     @classmethod
@@ -161,16 +139,16 @@ class _AnyDeviceMixin:
         return super().supports_compute_capability(capability)  # type: ignore[misc]
 
 
-class DcpFlashInferMLASparseImpl(_SplitLaunchImpl):
+class DcpFlashInferMLASparseImpl(SplitLaunchImpl):
     """trtllm-gen for every row."""
 
 
-class DcpFlashInferMLASparseBuilder(_NoSlabBuilder):
+class DcpFlashInferMLASparseBuilder(NoSlabBuilder):
     """Metadata of FLASHINFER_MLA_SPARSE."""
 
 
 class DcpFlashInferMLASparseBackend(
-    _AnyDeviceMixin, CapabilityTableMixin, FlashInferMLASparseTRTLLMBackend
+    AnyDeviceMixin, CapabilityTableMixin, FlashInferMLASparseTRTLLMBackend
 ):
     """FLASHINFER_MLA_SPARSE on SM100 under DCP."""
 
@@ -183,54 +161,3 @@ class DcpFlashInferMLASparseBackend(
     def get_builder_cls() -> type[DcpFlashInferMLASparseBuilder]:
         """The builder vLLM makes for each group of layers."""
         return DcpFlashInferMLASparseBuilder
-
-
-class DcpFlashAttnMLASparseFA4Impl(_SplitLaunchImpl, FlashAttnMLASparseFA4Impl):
-    """FlashAttention 4 for decode steps, trtllm-gen for steps with prefill."""
-
-    def _forward_mqa_kernel(
-        self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
-        topk_indices: torch.Tensor,
-        valid_counts: torch.Tensor,
-        *,
-        layer: AttentionLayer,
-        block_size: int,
-        is_decode: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not is_decode or self.kernel_is_forced:
-            return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
-        out, lse = FlashAttnMLASparseFA4Impl._forward_mqa_kernel(
-            self,
-            q,
-            kv_cache,
-            topk_indices,
-            valid_counts,
-            layer=layer,
-            block_size=block_size,
-            is_decode=True,
-        )
-        if lse is not None:
-            clear_empty_rows(out, lse, valid_counts)
-        return out, lse
-
-
-class DcpFlashAttnMLASparseFA4Builder(_NoSlabBuilder, FlashAttnMLASparseFA4MetadataBuilder):
-    """Metadata of FLASH_ATTN_MLA_SPARSE_FA4."""
-
-
-class DcpFlashAttnMLASparseFA4Backend(
-    _AnyDeviceMixin, CapabilityTableMixin, FlashAttnMLASparseFA4Backend
-):
-    """FLASH_ATTN_MLA_SPARSE_FA4 on SM100 under DCP; it shares the workspace."""
-
-    @staticmethod
-    def get_impl_cls() -> type[DcpFlashAttnMLASparseFA4Impl]:
-        """The implementation vLLM builds for each layer."""
-        return DcpFlashAttnMLASparseFA4Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[DcpFlashAttnMLASparseFA4Builder]:
-        """The builder vLLM makes for each group of layers."""
-        return DcpFlashAttnMLASparseFA4Builder

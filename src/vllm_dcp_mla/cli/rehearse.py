@@ -1,0 +1,137 @@
+"""``rehearse``: stock vLLM on this machine's GPUs with random weights, DCP against TP1."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ..models import ModelConfigError
+from ..planner.request import IMPOSSIBLE, RawRequest, RequestError
+from ..rehearse.config import INDEX_TOPK
+from ..rehearse.engine import GRAPHS
+from ..rehearse.faults import FAULTS
+from ..rehearse.machine import MachineError, examine
+from ..rehearse.request import RawRehearsal, read_rehearsal
+from ..settings import SettingsError, load_settings
+from . import options
+
+#: A request names a GPU; a rehearsal asks the machine which one it is.
+_ANY_GPU = "b200"
+
+
+def rehearse(
+    model: options.Model = "glm-5.2",
+    tp: options.Tp = "2",
+    pcp: options.Pcp = "1",
+    dcp: options.Dcp = "2",
+    kv_cache_dtype: options.KvCacheDtype = "auto",
+    comm: options.Comm = None,
+    mtp: Annotated[str, typer.Option("--mtp", metavar="K", help="Speculative tokens.")] = "0",
+    graphs: Annotated[
+        str, typer.Option("--graphs", help=f"CUDA graphs: {', '.join(GRAPHS)}.")
+    ] = "none",
+    max_num_batched_tokens: options.MaxNumBatchedTokens = "8192",
+    index_topk: Annotated[
+        str,
+        typer.Option(
+            "--index-topk",
+            metavar="N",
+            help=f"For shorter prompts: {', '.join(map(str, INDEX_TOPK))}; default: the model's.",
+        ),
+    ] = "",
+    ranks_per_gpu: Annotated[
+        str, typer.Option("--ranks-per-gpu", metavar="N", help="auto: as few as work.")
+    ] = "auto",
+    time_limit: Annotated[
+        str, typer.Option("--time-limit", metavar="SECONDS", help="For each engine.")
+    ] = "600",
+    cover: Annotated[
+        bool,
+        typer.Option("--cover", help="Models, caches, exchanges, graphs and MTP in all pairs."),
+    ] = False,
+    soak: Annotated[
+        str,
+        typer.Option(
+            "--soak",
+            metavar="MINUTES",
+            help="Instead: arrivals, aborts and preemptions for so long.",
+        ),
+    ] = "0",
+    fault: Annotated[
+        str, typer.Option("--break", help=f"Plant a fault, to see it found: {', '.join(FAULTS)}.")
+    ] = "",
+    as_json: options.Json = False,
+) -> None:
+    """Serve a small random model on this machine's GPUs with DCP and compare it with one rank."""
+    raw = RawRequest(model, _ANY_GPU, tp, pcp, dcp, kv_cache_dtype, max_num_batched_tokens, comm)
+    more = RawRehearsal(mtp, graphs, index_topk, ranks_per_gpu, time_limit, fault, soak, cover)
+    # Progress is for people; JSON stands alone on standard output.
+    status = Console(stderr=True).status("looking at this machine's GPUs")
+    try:
+        rehearsal = read_rehearsal(raw, more)
+        kernel = load_settings().kernel
+        with status, _unwinding_signals():
+            machine = examine()
+            # Both need what vLLM brings along; reading the command line does not.
+            from ..rehearse import rehearsal as running
+            from ..rehearse import report
+
+            outcome = running.rehearse(
+                rehearsal.configurations(machine, kernel),
+                machine,
+                rehearsal.options,
+                lambda text: status.update(Text(text)),  # a folder's name is no markup
+            )
+    except RequestError as error:
+        _refuse(error.problems, error.exit_code, as_json)
+    except (MachineError, ModelConfigError, SettingsError) as error:
+        _refuse([str(error)], IMPOSSIBLE, as_json)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(outcome, machine)))
+    else:
+        out = options.console()
+        out.print(report.table(outcome, machine))
+        for line in report.remarks(outcome):
+            out.print(line)
+    raise typer.Exit(0 if outcome.ok else IMPOSSIBLE)
+
+
+@contextmanager
+def _unwinding_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a rehearsal as an interrupt does: no engine and no folder is left."""
+
+    def unwind(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    ours = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL  # nohup ignores SIGHUP: so it stays
+    ]
+    for number in ours:
+        signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def unanswered(problems: list[str]) -> dict[str, Any]:
+    """The JSON of a command line that could not be read."""
+    return {"ok": False, "problems": problems, "cases": []}
+
+
+def _refuse(problems: list[str], exit_code: int, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(unanswered(problems)))
+    else:
+        options.print_problems(problems)
+    raise typer.Exit(exit_code)

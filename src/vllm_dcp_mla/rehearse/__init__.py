@@ -1,0 +1,1 @@
+"""Stock vLLM with several ranks, on random weights, compared with one rank."""

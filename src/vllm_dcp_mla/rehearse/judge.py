@@ -1,0 +1,360 @@
+"""From what the engines answered to cases: right or wrong, with the figure that decided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ..key_splits import partial_bytes
+from ..topology import gathered_heads
+from ..workspace import DEFAULT_SLAB_LIMIT_BYTES, plan_workspace
+from .checkpoint import RehearsalModel
+from .configuration import Configuration
+from .drift import DRIFT_LIMIT, Drift, compare, distance
+from .observe import OURS
+from .schedule import EngineResult
+from .workload import Prompt
+
+#: Log-probabilities ``[positions][scored tokens]`` of a prompt.
+Scores = Sequence[Sequence[float]]
+
+#: States of a soak, before and after each round, that can show growth.
+_FEWEST_STATES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the outcome.
+
+    Attributes:
+        name: configuration and what was looked at.
+        ok: whether it is as promised.
+        error: the figure that decided: a drift ratio, a relative difference, a count.
+        limit: the largest accepted one.
+        problems: one sentence each.
+        collectives: calls of each rank.
+        syncs: waits for the GPU inside code of this package, of the worst rank.
+        late_compiles: kernels of this package compiled while serving, of the worst rank.
+        seconds: of the engine, start included.
+        drift: of a length class.
+    """
+
+    name: str
+    ok: bool
+    error: float
+    limit: float
+    problems: tuple[str, ...] = ()
+    collectives: tuple[int, ...] = ()
+    syncs: int = 0
+    late_compiles: int = 0
+    seconds: float = 0.0
+    drift: Drift | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The case with the fixed keys of every command's cases; JSON knows no infinity: null."""
+        return asdict(self, dict_factory=lambda items: _finite(dict(items)))
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
+
+
+def judge(
+    configuration: Configuration,
+    results: Mapping[str, EngineResult],
+    prompts: Sequence[Prompt],
+    model: RehearsalModel,
+) -> list[Case]:
+    """A configuration's cases: how it ran, its memory, and its drift in each length class.
+
+    Args:
+        configuration: what is judged.
+        results: of all engines, by name.
+        prompts: what they served.
+        model: that served them.
+    """
+    result = results[configuration.name]
+    one, two = (results[configuration.baseline(tp).name] for tp in (1, 2))
+    if result.failure is not None:
+        return [conduct(configuration, result)]
+    cases = [conduct(configuration, result)]
+    failed = [_failed(base.spec.name, base) for base in (one, two) if base.failure is not None]
+    if failed:
+        return cases + failed
+    if configuration.dcp > 1:
+        cases += _memory(configuration, result, model)
+    return cases + _drifts(configuration, result, one, two, prompts)
+
+
+def _failed(name: str, result: EngineResult) -> Case:
+    return Case(
+        f"{name}: runs",
+        ok=False,
+        error=1,
+        limit=0,
+        problems=(result.failure or "",),
+        seconds=result.seconds,
+    )
+
+
+def conduct(configuration: Configuration, result: EngineResult) -> Case:
+    """How an engine ran: late compilations, waits, collectives, monitors and buffers."""
+    if result.failure is not None:
+        return _failed(configuration.name, result)
+    problems = []
+    for rank in result.ranks:
+        number, engine = rank["rank"], rank["engine"]
+        if result.spec.strict and engine["jit_monitor"] != "error":
+            problems.append(
+                f"rank {number}: vLLM's JIT monitor was {engine['jit_monitor']}, not on."
+            )
+        if result.spec.strict and engine["sync_check"] != "error":
+            problems.append(f"rank {number}: vLLM's sync check was {engine['sync_check']}, not on.")
+        if rank["before"]["buffers"] != rank["after"]["buffers"]:
+            problems.append(
+                f"rank {number}: buffers moved from {rank['before']['buffers']} to "
+                f"{rank['after']['buffers']}."
+            )
+        problems += [
+            f"rank {number}: {what} was compiled late." for what in _of_ours(rank["late_compiles"])
+        ]
+        problems += [
+            f"rank {number}: {what} waited for the GPU." for what in _of_ours(rank["syncs"])
+        ]
+        if configuration.ours:
+            problems += [
+                f"rank {number}: {impl} served, which is not this package's."
+                for impl in engine["impls"]
+                if not impl.startswith(f"{OURS}.")
+            ]
+    counts = tuple(rank["collectives"] for rank in result.ranks)
+    if len({rank["collective_order"] for rank in result.ranks}) > 1:
+        problems.append(f"the ranks' collectives differ; they called {counts} of them.")
+    if configuration.mtp:
+        drafted, accepted = (result.ranks[0]["metrics"][key] for key in ("drafted", "accepted"))
+        if not 0 < accepted < drafted:
+            problems.append(
+                f"{accepted:.0f} of {drafted:.0f} drafted tokens were accepted; both kinds must "
+                "occur."
+            )
+    return Case(
+        f"{configuration.name}: runs",
+        ok=not problems,
+        error=len(problems),
+        limit=0,
+        problems=tuple(problems),
+        collectives=counts,
+        syncs=max(len(_of_ours(rank["syncs"])) for rank in result.ranks),
+        late_compiles=max(len(_of_ours(rank["late_compiles"])) for rank in result.ranks),
+        seconds=result.seconds,
+    )
+
+
+def _of_ours(noted: Sequence[Sequence[str]]) -> list[str]:
+    return [what for owner, what in noted if owner == OURS]
+
+
+def _memory(
+    configuration: Configuration, result: EngineResult, model: RehearsalModel
+) -> list[Case]:
+    """The buffers whose sizes are planned, to the byte."""
+    split = plan_workspace(
+        gathered_heads(
+            model.heads // configuration.tp, configuration.tp, configuration.pcp, configuration.dcp
+        ),
+        result.spec.max_num_batched_tokens,
+        slab_limit_bytes=DEFAULT_SLAB_LIMIT_BYTES,
+    )
+    sms = result.ranks[0]["engine"]["sms"]
+    planned = {
+        "workspace": split.total_bytes,
+        "partial results": partial_bytes(model.latent_elements, sms),
+    }
+    held = [
+        {name: size for name, _, size in rank["after"]["buffers"] if name in planned}
+        for rank in result.ranks
+    ]
+    cases = []
+    for name in dict.fromkeys(name for buffers in held for name in buffers):
+        sizes = {buffers.get(name, 0) for buffers in held}
+        off = max(abs(size - planned[name]) for size in sizes)
+        problem = f"the {name} buffer is {sorted(sizes)} bytes, planned were {planned[name]}."
+        problems = (problem,) if off else ()
+        cases.append(Case(f"{configuration.name}: {name}", not off, off, 0, problems))
+    return cases
+
+
+def judge_outside(
+    configuration: Configuration,
+    results: Mapping[str, EngineResult],
+    asked: Sequence[int],
+    reference: np.ndarray,
+) -> list[Case]:
+    """How far a configuration is from HF in float32, as a multiple of how far TP1 is.
+
+    Args:
+        configuration: of a bf16 cache.
+        results: of all engines, by name.
+        asked: numbers of the prompts that the reference answered.
+        reference: ``[N, scored tokens]`` behind each prompt.
+    """
+    result, one = results[configuration.name], results[configuration.baseline(1).name]
+    if result.failure is not None or one.failure is not None:
+        return []  # said already
+    ours, truth = (np.asarray(r.ranks[0]["scores"])[:, 0] for r in (result, one))
+    drift = compare(
+        np.array([distance(ours[i], hf) for i, hf in zip(asked, reference, strict=True)]),
+        np.array([distance(truth[i], hf) for i, hf in zip(asked, reference, strict=True)]),
+    )
+    problem = (
+        f"log-probabilities are {drift.ratio:.2f} times as far from HF's as TP1's are (95 % "
+        f"interval {drift.low:.2f} to {drift.high:.2f}, accepted {DRIFT_LIMIT})."
+    )
+    return [
+        Case(
+            f"{configuration.name}: against HF in float32",
+            drift.ok,
+            drift.high,
+            DRIFT_LIMIT,
+            () if drift.ok else (problem,),
+            drift=drift,
+        )
+    ]
+
+
+def judge_soak(configuration: Configuration, results: Mapping[str, EngineResult]) -> list[Case]:
+    """A soak's cases: how it ran, its memory, and whether answers depended on the company.
+
+    Args:
+        configuration: what was soaked.
+        results: of the soak and of its baselines, by name.
+    """
+    result = results[configuration.name]
+    bases = [results[configuration.baseline(tp).name] for tp in (1, 2)]
+    failed = [_failed(r.spec.name, r) for r in (result, *bases) if r.failure is not None]
+    if failed:
+        return failed
+    return [
+        conduct(configuration, result),
+        _soak_memory(configuration, result),
+        _soak_drift(configuration, result, *bases),
+    ]
+
+
+def _soak_memory(configuration: Configuration, result: EngineResult) -> Case:
+    states = [rank["soak"]["states"] for rank in result.ranks]
+    # The allocator keeps what the largest step so far needed: what leaks grows in the second half.
+    half = len(states[0]) // 2
+    problems = [
+        f"rank {number}: {what} grew from {seen[half][what]:,} to {seen[-1][what]:,} bytes."
+        for number, seen in enumerate(states)
+        for what in ("reserved_bytes", "device_bytes")
+        if seen[-1][what] > seen[half][what]
+    ]
+    if len(states[0]) < _FEWEST_STATES:
+        problems.append(f"{len(states[0]) - 1} rounds show no growth; soak for longer.")
+    problems += [
+        f"rank {number}: buffers moved."
+        for number, seen in enumerate(states)
+        if any(state["buffers"] != seen[0]["buffers"] for state in seen)
+    ]
+    grown = max(seen[-1]["device_bytes"] - seen[half]["device_bytes"] for seen in states)
+    return Case(f"{configuration.name}: soak memory", not problems, grown, 0, tuple(problems))
+
+
+def _soak_drift(
+    configuration: Configuration, result: EngineResult, one: EngineResult, two: EngineResult
+) -> Case:
+    soak, rank = result.ranks[0]["soak"], result.ranks[0]
+    truth, noise = (r.ranks[0]["scores"] for r in (one, two))
+    seen = sorted({index for index, _ in soak["distances"]})
+    problems = []
+    for what, count in (
+        ("served to its end", len(seen)),
+        ("preempted", rank["metrics"]["preemptions"]),
+        ("aborted", soak["aborted"]),
+    ):
+        if not count:
+            problems.append(f"no request was {what}; the soak must see some.")
+    drift: Drift | None = None
+    if seen:
+        means = [np.mean([d for i, d in soak["distances"] if i == index]) for index in seen]
+        try:
+            drift = compare(np.array(means), _distances(noise, truth, seen))
+        except ValueError as error:
+            problems.append(f"TP2 is not comparable with TP1: {error}.")
+    if drift is not None and not drift.ok:
+        problems.append(
+            f"in company, log-probabilities are {drift.ratio:.2f} times as far from those "
+            f"alone as TP2's are from TP1's (95 % interval {drift.low:.2f} to "
+            f"{drift.high:.2f}, accepted {DRIFT_LIMIT})."
+        )
+    return Case(
+        f"{configuration.name}: {len(soak['distances'])} requests in {soak['steps']} steps, "
+        f"{rank['metrics']['preemptions']:.0f} preempted, {soak['aborted']} aborted",
+        not problems,
+        drift.high if drift is not None else 0.0,
+        DRIFT_LIMIT,
+        tuple(problems),
+        drift=drift,
+    )
+
+
+def _drifts(
+    configuration: Configuration,
+    result: EngineResult,
+    one: EngineResult,
+    two: EngineResult,
+    prompts: Sequence[Prompt],
+) -> list[Case]:
+    ours, truth, noise = (r.ranks[0]["scores"] for r in (result, one, two))
+    cases = []
+    by_class: dict[str, list[int]] = {}
+    for index in sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens)):
+        by_class.setdefault(prompts[index].length_class, []).append(index)
+    for name, chosen in by_class.items():  # the shortest class first
+        title = f"{configuration.name}: {name} tokens"
+        try:
+            drift = compare(_distances(ours, truth, chosen), _distances(noise, truth, chosen))
+        except ValueError as error:
+            cases.append(Case(title, False, 1, 0, (f"not comparable with TP1: {error}.",)))
+            continue
+        problem = (
+            f"log-probabilities are {drift.ratio:.2f} times as far from TP1's as TP2's are (95 % "
+            f"interval {drift.low:.2f} to {drift.high:.2f}, accepted {DRIFT_LIMIT})."
+        )
+        cases.append(
+            Case(
+                title,
+                drift.ok,
+                drift.high,
+                DRIFT_LIMIT,
+                () if drift.ok else (problem,),
+                drift=drift,
+            )
+        )
+    return cases
+
+
+def _distances(
+    scores: Sequence[Scores], reference: Sequence[Scores], prompts: Sequence[int]
+) -> np.ndarray:
+    """Of each prompt.
+
+    Raises:
+        ValueError: the scores of a prompt have another shape or are no numbers; says of which.
+    """
+    found = []
+    for index in prompts:
+        try:
+            found.append(distance(np.asarray(scores[index]), np.asarray(reference[index])))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
+    return np.array(found)
