@@ -47,5 +47,12 @@ def rank(number, given_scores, strict):
 
 def states(*grown):
     return [
-        {"device_bytes": 1000 + g, "reserved_bytes": 500, "buffers": BUFFERS[:1]} for g in grown
+        {
+            "gpu": "one",
+            "device_bytes": 2_000 + g,
+            "reserved_bytes": 500,
+            "allocated_bytes": 400,
+            "buffers": BUFFERS[:1],
+        }
+        for g in grown
     ]

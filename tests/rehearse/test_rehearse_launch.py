@@ -220,6 +220,13 @@ def test_a_planted_fault_is_found(start, fault, behaviour, found):
     assert found in failure_of(start(behaviour, fault=FAULTS[fault]))
 
 
+@pytest.mark.parametrize(("fault", "noticed"), [("kill-start", True), ("environment", False)])
+def test_a_killed_rank_is_noticed_soon(start, fault, noticed):
+    behaviour = "hangs" if noticed else "compares settings"
+    found = failure_of(start(behaviour, fault=FAULTS[fault]))
+    assert bool(re.search(r"Noticed \d\.\d s after it was planted\.", found)) == noticed
+
+
 def test_every_fault_is_tested():
     (mark,) = test_a_planted_fault_is_found.pytestmark
     assert {arguments[0] for arguments in mark.args[1]} == set(FAULTS)
@@ -309,6 +316,10 @@ PYDANTIC = "pydantic_core._pydantic_core.ValidationError: 1 validation error for
         (
             f"[rank0]: {PYDANTIC}\n[rank0]:   Value error, tp is odd\n",
             f"{PYDANTIC} Value error, tp is odd",
+        ),
+        (
+            "[rank1]: a.AgreementError: they differ.\n[rank1]: - X is 1\n[rank1]: - Y is 2\n\n- no",
+            "a.AgreementError: they differ. - X is 1 - Y is 2",
         ),
     ],
 )

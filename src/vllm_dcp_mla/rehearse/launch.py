@@ -72,6 +72,7 @@ class Engine:
     _held: socket.socket | None = None
     _service: MultiProcessService | None = None
     _port: int = 0
+    _struck: float | None = None
 
     def start(self, requests: Requests, gpus: tuple[int, ...], ranks_per_gpu: int) -> None:
         """Starts every rank; ``ranks_per_gpu`` of them share each of the GPUs."""
@@ -160,8 +161,9 @@ class Engine:
     def _plant(self) -> None:
         if self.fault is None or self.fault.kill_at is None or self.spec.world == 1:
             return
-        if self._event(1) == self.fault.kill_at and self.processes[1].poll() is None:
+        if self._event(1) == self.fault.kill_at and self._struck is None:
             kill(self.processes[1].pid)
+            self._struck = time.monotonic()
 
     def _fail(self, reason: str) -> EngineError:
         self.end()
@@ -181,6 +183,7 @@ class Engine:
         return " ".join(
             [
                 "; ".join(ends) + ".",
+                *([] if self._struck is None else [_seconds_since(self._struck)]),
                 *(f"{_ranks(ranks)}: {text}." for text, ranks in said.items()),
                 f"Logs: {', '.join(str(self._files(rank).log) for rank in dead)}.",
             ]
@@ -217,11 +220,17 @@ def error_of(log: Path) -> str:
     """The last error that a log names, empty without one."""
     lines = [_RANK.sub("", line).strip() for line in _text(log).splitlines()]
     error = ""
-    for line, following in itertools.pairwise([*lines, ""]):
+    for number, line in enumerate(lines):
         if _ERROR.fullmatch(line):
-            # Pydantic says in the next line what is wrong.
-            error = f"{line} {following}" if "validation error" in line else line
+            error = " ".join([line, *_details(line, lines[number + 1 :])])
     return error
+
+
+def _details(line: str, following: list[str]) -> list[str]:
+    """What is wrong, in the lines behind an error's first: Pydantic's next one, or a list's."""
+    if "validation error" in line:
+        return following[:1]
+    return list(itertools.takewhile(lambda text: text.startswith("- "), following))
 
 
 def _how(status: int) -> str:
@@ -232,6 +241,10 @@ def _how(status: int) -> str:
 
 def _when(event: str | None) -> str:
     return _WHEN.get(event, f"after {event!r}")
+
+
+def _seconds_since(struck: float) -> str:
+    return f"Noticed {time.monotonic() - struck:.1f} s after it was planted."
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -135,6 +135,7 @@ def _state() -> dict[str, Any]:
 
     free, total = torch.cuda.mem_get_info()
     return {
+        "gpu": str(torch.cuda.get_device_properties().uuid),
         "device_bytes": total - free,
         "allocated_bytes": torch.cuda.memory_allocated(),
         "reserved_bytes": torch.cuda.memory_reserved(),
