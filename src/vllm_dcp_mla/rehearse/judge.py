@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..key_splits import partial_bytes
-from ..topology import gathered_heads
-from ..workspace import DEFAULT_SLAB_LIMIT_BYTES, plan_workspace
 from .checkpoint import RehearsalModel
 from .configuration import Configuration
 from .drift import DRIFT_LIMIT, Drift, compare, distance
+from .memory import planned_bytes
 from .observe import OURS
 from .recall import Recall
 from .schedule import EngineResult
@@ -177,18 +175,7 @@ def _memory(
     configuration: Configuration, result: EngineResult, model: RehearsalModel
 ) -> list[Case]:
     """The buffers whose sizes are planned, to the byte."""
-    split = plan_workspace(
-        gathered_heads(
-            model.heads // configuration.tp, configuration.tp, configuration.pcp, configuration.dcp
-        ),
-        result.spec.max_num_batched_tokens,
-        slab_limit_bytes=DEFAULT_SLAB_LIMIT_BYTES,
-    )
-    sms = result.ranks[0]["engine"]["sms"]
-    planned = {
-        "workspace": split.total_bytes,
-        "partial results": partial_bytes(model.latent_elements, sms),
-    }
+    planned = planned_bytes(configuration, result.spec, model, result.ranks[0]["engine"]["sms"])
     held = [
         {name: size for name, _, size in rank["after"]["buffers"] if name in planned}
         for rank in result.ranks
