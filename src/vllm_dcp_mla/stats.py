@@ -28,7 +28,7 @@ GAUGES = {
     "dcp_world_size": "ranks that share the KV cache of a request",
     "kv_tokens_per_rank": "rows of a rank's KV cache",
     "kv_tokens_logical": "tokens of requests that all ranks hold together",
-    "workspace_bytes": "bytes of the attention workspace of a rank; 0 where there is none",
+    "workspace_bytes": "bytes of the trtllm-gen workspace of a rank; 0 where there is none",
     "tokens_per_launch": "most tokens of an attention launch; 0 where launches are not split",
 }
 _PACKED_CACHES = ("fp8_ds_mla", "nvfp4_ds_mla")

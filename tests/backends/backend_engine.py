@@ -1,11 +1,13 @@
-"""An engine's configuration and an implementation, as vLLM makes them, on the CPU."""
+"""Implementations built as vLLM builds them, and float64 attention to compare them with."""
 
+import math
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from kernel_call import call_kernel
 
 from release_marks import RELEASE, has_flash_attn_4
 from vllm_dcp_mla.models import load_config
@@ -74,3 +76,41 @@ def make_impl(backend, config, cache_dtype="bfloat16", dims=(192, 64)):
         kv_b_proj=None,
         topk_indices_buffer=torch.empty(512, 128, dtype=torch.int32),
     )
+
+
+LAYER = SimpleNamespace(_q_scale_float=3.0, _k_scale_float=5.0)
+
+
+def run(
+    impl,
+    tokens=4,
+    heads=64,
+    dim=576,
+    dtype=torch.bfloat16,
+    counts=(0, 3, 100, 128),
+    query_dtype=None,
+    **kwargs,
+):
+    """One call of the kernel method; its inputs and what it returned."""
+    draw = torch.Generator().manual_seed(1)
+    query = (torch.randn(tokens, heads, dim, generator=draw) / 3).to(query_dtype or dtype)
+    cache = (torch.randn(5, 64, dim, generator=draw) / 5).to(dtype)
+    counts = torch.tensor(counts, dtype=torch.int32)
+    topk = torch.full((tokens, 128), -1, dtype=torch.int32)
+    for token, count in enumerate(counts.tolist()):
+        topk[token, :count] = torch.randint(5 * 64, (count,), generator=draw).int()
+    call = {"layer": LAYER, "block_size": 64, "is_decode": True} | kwargs
+    out, lse = call_kernel(impl, query, cache, topk.clone(), counts, **call)
+    return query, cache.view(-1, dim), topk, counts, out, lse
+
+
+def expected(query, rows, topk, counts, scale, value_scale):
+    out = torch.zeros(*query.shape[:2], 512, dtype=torch.float64)
+    lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64)
+    for token, count in enumerate(counts.tolist()):
+        if count:
+            keys = rows[topk[token, :count].long()].double()
+            scores = query[token].double() @ keys.T * scale
+            out[token] = torch.softmax(scores, -1) @ keys[:, :512] * value_scale
+            lse[token] = torch.logsumexp(scores, -1)
+    return out, lse

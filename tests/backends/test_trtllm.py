@@ -7,7 +7,15 @@ from unittest import mock
 import pytest
 
 torch = pytest.importorskip("torch")
-from backend_engine import MEMBERS, backends, engine, make_impl  # noqa: E402
+from backend_engine import (  # noqa: E402
+    LAYER,
+    MEMBERS,
+    backends,
+    engine,
+    expected,
+    make_impl,
+    run,
+)
 from kernel_call import call_kernel  # noqa: E402
 
 from release_marks import RELEASE, has_flash_attn_4  # noqa: E402
@@ -17,32 +25,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm", "no_buffers"
 
 
 HEADS = {"glm-5.2": 64, "deepseek-v3.2": 128}
-LAYER = SimpleNamespace(_q_scale_float=3.0, _k_scale_float=5.0)
-
-
-def run(impl, tokens=4, heads=64, dim=576, dtype=torch.bfloat16, counts=(0, 3, 100, 128), **kwargs):
-    draw = torch.Generator().manual_seed(1)
-    query = (torch.randn(tokens, heads, dim, generator=draw) / 3).to(dtype)
-    cache = (torch.randn(5, 64, dim, generator=draw) / 5).to(dtype)
-    counts = torch.tensor(counts, dtype=torch.int32)
-    topk = torch.full((tokens, 128), -1, dtype=torch.int32)
-    for token, count in enumerate(counts.tolist()):
-        topk[token, :count] = torch.randint(5 * 64, (count,), generator=draw).int()
-    call = {"layer": LAYER, "block_size": 64, "is_decode": True} | kwargs
-    out, lse = call_kernel(impl, query, cache, topk.clone(), counts, **call)
-    return query, cache.view(-1, dim), topk, counts, out, lse
-
-
-def expected(query, rows, topk, counts, scale, value_scale):
-    out = torch.zeros(*query.shape[:2], 512, dtype=torch.float64)
-    lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64)
-    for token, count in enumerate(counts.tolist()):
-        if count:
-            keys = rows[topk[token, :count].long()].double()
-            scores = query[token].double() @ keys.T * scale
-            out[token] = torch.softmax(scores, -1) @ keys[:, :512] * value_scale
-            lse[token] = torch.logsumexp(scores, -1)
-    return out, lse
 
 
 @pytest.mark.parametrize("member", MEMBERS)

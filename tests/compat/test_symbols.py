@@ -15,11 +15,20 @@ ENGINE = (
     "plugin.py",
     "device_buffer.py",
     "settings.py",
+    "warmup.py",
     "backends",
     "compat",
     "indexer",
     "kernels",
 )
+#: What serves a member alone, and is imported with it.
+FILES = {
+    "FLASH_ATTN_MLA_SPARSE_FA4": ("backends/flash_attn_4.py",),
+    "FLASH_ATTN_MLA_SPARSE": (
+        *("backends/hopper.py", "compat/flat_cache.py"),
+        *("kernels/flashmla.py", "kernels/flash_attn3.py", "kernels/triton_decode.py"),
+    ),
+}
 
 
 RELIED_ON = symbols.symbols_of(installed_release())
@@ -32,11 +41,13 @@ def imported_names(release):
     others = {f"{r.adapter}.py" for r in RELEASES} - {f"{release.adapter}.py"}
     if release.adapter == "v0_33":
         others.remove("v0_30.py")  # which it shares with
-    absent = {"flash_attn_4.py"} if "FLASH_ATTN_MLA_SPARSE_FA4" in release.left_to_stock else set()
+    absent = {
+        file for member, files in FILES.items() if member in release.left_to_stock for file in files
+    }
     for top in ENGINE:
         path = PACKAGE / top
         for file in [path] if path.suffix else sorted(path.glob("*.py")):
-            if file.name in others | absent:
+            if file.name in others or file.relative_to(PACKAGE).as_posix() in absent:
                 continue
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):

@@ -8,6 +8,8 @@ from vllm_dcp_mla.workspace import plan_workspace
 
 #: At 64 heads and 8192 tokens.
 WORKSPACE = plan_workspace(64, 8192).total_bytes
+BUFFERS = [["workspace", 4096, WORKSPACE], ["counters", 8192, 64]]
+SMS = 132
 
 
 def scores(noise, seed, prompts=64):
@@ -17,7 +19,7 @@ def scores(noise, seed, prompts=64):
 
 
 def rank(number, given_scores, strict):
-    state = {"buffers": [[4096, WORKSPACE], [8192, 64]]}
+    state = {"buffers": BUFFERS}
     return {
         "rank": number,
         "ready_seconds": 20.04,
@@ -26,11 +28,12 @@ def rank(number, given_scores, strict):
         "syncs": [],
         "collectives": 12,
         "collective_order": "abc",
-        "before": state,
+        "before": copy.deepcopy(state),
         "after": copy.deepcopy(state),
         "engine": {
             "impls": ["vllm_dcp_mla.backends.trtllm.Impl"],
             "kernels": ["reference"],
+            "sms": SMS,
             "model_bytes": 1,
             "kv_blocks": 10,
             "kv_block_tokens": 64,
@@ -49,7 +52,7 @@ def states(*grown):
             "device_bytes": 2_000 + g,
             "reserved_bytes": 500,
             "allocated_bytes": 400,
-            "buffers": [[4096, WORKSPACE]],
+            "buffers": BUFFERS[:1],
         }
         for g in grown
     ]

@@ -4,14 +4,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rehearse_results import WORKSPACE, rank, scores, states
+from rehearse_results import BUFFERS, SMS, WORKSPACE, rank, scores, states
 
+from vllm_dcp_mla.key_splits import partial_bytes
+from vllm_dcp_mla.rehearse.checkpoint import RehearsalModel
 from vllm_dcp_mla.rehearse.configuration import Configuration, Limits, engine_of
 from vllm_dcp_mla.rehearse.judge import judge, judge_soak
 from vllm_dcp_mla.rehearse.schedule import EngineResult
 from vllm_dcp_mla.rehearse.workload import Prompt
 
-HEADS = 64
+MODEL = RehearsalModel(
+    *("glm-5.2", Path("/m"), "GlmMoeDsaForCausalLM", 3, (2,), 64, 2048, 2048, 16384, 576, 512, 128)
+)
 TOKENS = 8192
 ONE = Configuration("glm-5.2", 2, 1, 2, "bfloat16", "ag_rs", 0, "none", "reference")
 PROMPTS = [Prompt(f"to {10 * (i % 2 + 1)}", (1,), 0) for i in range(64)]
@@ -37,7 +41,7 @@ def results():
 
 
 def judged(results, configuration=ONE):
-    cases = judge(configuration, results, PROMPTS, HEADS)
+    cases = judge(configuration, results, PROMPTS, MODEL)
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         assert case.ok == (not case.problems), case
@@ -105,11 +109,13 @@ def test_a_baseline_need_not_raise(results):
     assert base.ranks[0]["engine"]["sync_check"] is None
 
 
-@pytest.mark.parametrize("change", [[[4097, WORKSPACE], [8192, 64]], []])
+@pytest.mark.parametrize("change", [[["workspace", 4097, WORKSPACE], BUFFERS[1]], []])
 def test_buffers_that_moved_fail(results, change):
     results[ONE.name].ranks[0]["before"]["buffers"] = change
     (problem,) = problems(results)
-    assert problem.startswith(f"rank 0: buffers moved from {change} to [[4096, {WORKSPACE}]")
+    assert problem.startswith(
+        f"rank 0: buffers moved from {change} to [['workspace', 4096, {WORKSPACE}]"
+    )
 
 
 @pytest.mark.parametrize("accepted", [0, 10])
@@ -128,9 +134,9 @@ def test_drafts_must_be_both_accepted_and_rejected(results, accepted):
 def test_a_workspace_of_another_size_fails(results, off):
     for one in results[ONE.name].ranks:
         for when in ("before", "after"):
-            one[when]["buffers"][0][1] += off
+            one[when]["buffers"][0][2] += off
     assert problems(results) == [
-        f"the workspace is [{WORKSPACE + off}] bytes, planned were {WORKSPACE}."
+        f"the workspace buffer is [{WORKSPACE + off}] bytes, planned were {WORKSPACE}."
     ]
     assert judged(results)[1].error == 1
 
@@ -139,7 +145,26 @@ def test_a_rank_without_a_workspace_fails(results):
     for when in ("before", "after"):
         results[ONE.name].ranks[1][when]["buffers"] = []
     assert problems(results) == [
-        f"the workspace is [0, {WORKSPACE}] bytes, planned were {WORKSPACE}."
+        f"the workspace buffer is [0, {WORKSPACE}] bytes, planned were {WORKSPACE}."
+    ]
+
+
+@pytest.mark.parametrize("off", [0, 4])
+def test_hoppers_partial_results_have_the_planned_size(results, off):
+    size = partial_bytes(512, SMS)
+    for one in results[ONE.name].ranks:
+        one["before"]["buffers"] = one["after"]["buffers"] = [["partial results", 64, size + off]]
+    (case,) = (case for case in judged(results) if "partial results" in case.name)
+    assert (case.ok, case.error) == (not off, off)
+
+
+def test_a_class_of_stocks_where_ours_is_to_serve_fails(results):
+    ours = replace(ONE, ours=True)
+    assert problems(results, ours) == []
+    results[ONE.name].ranks[1]["engine"]["impls"] = ["vllm.v1.x.FlashMLASparseImpl"]
+    assert problems(results) == []
+    assert problems(results, ours) == [
+        "rank 1: vllm.v1.x.FlashMLASparseImpl served, which is not this package's."
     ]
 
 
@@ -298,7 +323,7 @@ def test_a_soak_too_short_to_show_growth_fails(soaked):
 
 
 def test_a_buffer_that_moved_in_between_fails(soaked):
-    soaked[ONE.name].ranks[0]["soak"]["states"][2]["buffers"] = [[4097, WORKSPACE]]
+    soaked[ONE.name].ranks[0]["soak"]["states"][2]["buffers"] = [["workspace", 4097, WORKSPACE]]
     assert soak_problems(soaked) == ["rank 0: buffers moved."]
 
 

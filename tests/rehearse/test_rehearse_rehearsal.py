@@ -43,7 +43,7 @@ class Stage:
         self.written.append((model, index_topk))
         return RehearsalModel(
             *(Path(model).name, folder, "GlmMoeDsaForCausalLM", 3, (2,), 64),
-            *(index_topk or 2048, 2048, 16384, 576, 128),
+            *(index_topk or 2048, 2048, 16384, 576, 512, 128),
         )
 
     def outside(self, model, prompts):

@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 
 from vllm_dcp_mla.planner.request import IMPOSSIBLE, UNREADABLE, RawRequest, RequestError
 from vllm_dcp_mla.rehearse.config import INDEX_TOPK
+from vllm_dcp_mla.rehearse.configuration import Limits, engine_of
 from vllm_dcp_mla.rehearse.faults import FAULTS
 from vllm_dcp_mla.rehearse.machine import LocalGpu, Machine
 from vllm_dcp_mla.rehearse.request import RawRehearsal, read_rehearsal
@@ -145,8 +148,35 @@ def test_the_cover_is_rehearsed_instead():
     assert len(read.configurations(machine((9, 0)), "reference")) <= 16
 
 
-def test_a_gpu_that_nothing_serves_names_the_reference_kernel():
+def test_hopper_is_rehearsed_with_its_own_class_and_what_vllm_selects_without_dcp():
     read = read_rehearsal(raw(kv_cache_dtype="bfloat16"), more())
+    sparse, dense = read.configurations(machine((9, 0)), "auto")
+    assert sparse.ours
+    assert dense.ours
+    engines = [
+        engine_of(one, Path("/m"), Limits(3136, 8192), None) for one in (sparse, sparse.baseline(1))
+    ]
+    assert [engine.backend for engine in engines] == [None, None]
+    assert len(read_rehearsal(raw(), more(cover=True)).configurations(machine((9, 0)), "auto")) > 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cache", "ours"),
+    [
+        ({"tp": "2", "dcp": "2"}, "fp8_e4m3", True),  # FlashMLA's class refuses 32 heads a rank
+        ({"tp": "4", "dcp": "2"}, "fp8_ds_mla", False),
+    ],
+)
+def test_fp8_is_spelled_as_it_is_served_so_that_baselines_have_the_same_cache(sizes, cache, ours):
+    read = read_rehearsal(raw(kv_cache_dtype="fp8", **sizes), more())
+    for one in read.configurations(machine((9, 0)), "auto"):
+        assert (one.kv_cache_dtype, one.ours) == (cache, ours)
+        assert one.baseline(1).kv_cache_dtype == cache
+
+
+@pytest.mark.parametrize("cover", [False, True])
+def test_a_gpu_that_nothing_serves_names_the_reference_kernel(cover):
+    read = read_rehearsal(raw(kv_cache_dtype="bfloat16"), more(cover=cover))
     with pytest.raises(RequestError) as caught:
         read.configurations(machine((8, 0), "NVIDIA A100"), "auto")
     assert caught.value.exit_code == IMPOSSIBLE

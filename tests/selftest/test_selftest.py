@@ -5,7 +5,7 @@ import json
 import pytest
 
 torch = pytest.importorskip("torch")
-from release_marks import RELEASE  # noqa: E402
+from release_marks import RELEASE, serves_hopper  # noqa: E402
 from vllm_dcp_mla.cli.main import main  # noqa: E402
 from vllm_dcp_mla.compat.releases import RELEASES  # noqa: E402
 from vllm_dcp_mla.selftest import world  # noqa: E402
@@ -71,6 +71,7 @@ def test_expected_output_of_one_key_is_its_latent():
         (["--ranks", "two"], 2, "--ranks is 'two'"),
         (["--interleave", "3"], 2, "--interleave is 3"),
         (["--break", "everything"], 2, "--break is 'everything'"),
+        (["--gpu", "a100"], 2, "--gpu is 'a100'"),
         (["--device", "tpu"], 2, "--device is 'tpu'"),
         (["--tp", "8", "--dcp", "3"], 1, "--decode-context-parallel-size is 3"),
         (["--ranks", "0"], 1, "is 0"),
@@ -94,6 +95,13 @@ def test_an_interleave_that_a_release_refuses_is_said(capsys, monkeypatch):
     monkeypatch.setattr("vllm_dcp_mla.cli.selftest.installed_release", lambda: RELEASES[0])
     assert main(["selftest", "--interleave", "64"]) == 1
     assert "--interleave is 64, but the indexer of vLLM 0.29 takes 1" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+def test_a_gpu_whose_class_is_stocks_with_a_release_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("vllm_dcp_mla.cli.selftest.installed_release", lambda: RELEASES[-2])
+    assert main(["selftest", "--gpu", "h200"]) == 1
+    assert "FLASH_ATTN_MLA_SPARSE is stock's with vLLM 0.32" in capsys.readouterr().err
 
 
 def run(*arguments):
@@ -125,7 +133,12 @@ def run_forked(*arguments):
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_vllm")
 @pytest.mark.parametrize(
-    ("arguments", "how"), [(("--ranks", "2"), run), (("--tp", "4", "--dcp", "2"), run_forked)]
+    ("arguments", "how"),
+    [
+        (("--ranks", "2"), run),
+        (("--tp", "4", "--dcp", "2"), run_forked),
+        pytest.param(("--tp", "4", "--dcp", "2", "--gpu", "h200"), run_forked, marks=serves_hopper),
+    ],
 )
 def test_every_case_agrees(arguments, how):
     status, answer = how(*arguments)
@@ -177,8 +190,10 @@ def test_one_rank_is_enough_to_fail_a_case(other, ok):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_vllm")
+@pytest.mark.parametrize("gpu", ["b200", pytest.param("h200", marks=serves_hopper)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault):
-    status, answer = run_forked("--ranks", "2", "--interleave", "1", "--break", fault)
+def test_a_planted_fault_is_found(fault, gpu):
+    flags = ("--ranks", "2", "--interleave", "1", "--gpu", gpu)
+    status, answer = run_forked(*flags, "--break", fault)
     assert status == 1
     assert not answer["ok"]

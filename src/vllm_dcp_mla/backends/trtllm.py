@@ -17,19 +17,19 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
     FlashInferMLASparseTRTLLMBackend,
     FlashInferMLASparseTRTLLMMetadataBuilder,
 )
-from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from .. import agreement, device_buffer
-from ..compat import a2a, empty_mask, sleep
+from .. import device_buffer
+from ..compat import empty_mask, sleep
 from ..compat.adapter import load_adapter
 from ..kernels import load_kernel
-from ..kernels.base import LaunchBuffers, MlaDims, SparseMlaBatch
+from ..kernels.base import LaunchBuffers, MlaDims
 from ..kernels.split import launch_split
 from ..settings import load_settings, user_workspace_bytes
-from ..topology import gathered_heads
 from ..workspace import WorkspacePlan
-from .refusing import CapabilityTableMixin, uses_reference_kernel
+from .batches import packed, sparse_batch
+from .implementation import DcpImplMixin
+from .refusing import CapabilityTableMixin, current_settings
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
@@ -38,41 +38,24 @@ if TYPE_CHECKING:
 _Hook: Any = load_adapter().KernelHook
 
 
-class SplitLaunchImpl(_Hook, FlashInferMLASparseImpl):
+class SplitLaunchImpl(_Hook, DcpImplMixin, FlashInferMLASparseImpl):
     """Stock's implementation with the kernel call replaced."""
-
-    # Every token brings its own top-k row, filtered by rank and interleave, and the indexer bounds
-    # each token's keys after MTP tokens are expanded: no interleave is special.
-    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        parallel = config.parallel_config
         settings = load_settings(config.additional_config)
         self.kernel_is_forced = settings.kernel != "auto"
         self._kernel = load_kernel(settings.kernel if self.kernel_is_forced else "trtllm_gen")
+        self.kernel_names = (self._kernel.name,)
         self._dims = MlaDims(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim)
         self._max_num_tokens = config.scheduler_config.max_num_batched_tokens
         self._slab_limit_bytes = settings.slab_limit_bytes
-        heads = gathered_heads(
-            self.num_heads,
-            parallel.tensor_parallel_size,
-            parallel.prefill_context_parallel_size,
-            parallel.decode_context_parallel_size,
-        )
+        heads = self._kernel_heads(config)
         self._buffers, plan = self._acquire(heads)
         self._plans = {heads: plan}
-        agreement.check(
-            config,
-            backend=type(self).__name__,
-            kernel=self._kernel.name,
-            heads=heads,
-            tokens_per_launch=plan.tokens_per_launch,
-            kv_cache_dtype=self.kv_cache_dtype,
-        )
+        self._join_ranks(config, heads=heads, tokens_per_launch=plan.tokens_per_launch)
         sleep.install()
-        a2a.install()
         empty_mask.install()
 
     def _acquire(self, heads: int) -> tuple[LaunchBuffers, WorkspacePlan]:
@@ -107,45 +90,28 @@ class SplitLaunchImpl(_Hook, FlashInferMLASparseImpl):
             ``out [T, H, kv_lora_rank]`` bf16 and, under DCP, ``lse [T, H]`` float32 in the base
             that this class declares.
         """
-        query = _packed(q)
-        rows, block_stride = flat_kv_row_view(kv_cache.view(query.dtype), block_size)
-        tokens, heads, _ = query.shape
+        query = packed(q)
         # A checkpoint may hold scales that a bf16 cache was never quantised with.
         quantized = is_quantized_kv_cache(self.kv_cache_dtype)
-        lse = None
-        if self.need_to_return_lse_for_decode:
-            lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
-        batch = SparseMlaBatch(
-            query=query,
-            cache_rows=rows,
-            page_size=math.gcd(block_stride, block_size, 64),
-            topk=topk_indices,
-            counts=counts,
+        batch = sparse_batch(
+            query,
+            kv_cache.view(query.dtype),
+            topk_indices,
+            counts,
+            block_size=block_size,
             softmax_scale=self.scale,
             query_scale=layer._q_scale_float if quantized else 1.0,
             cache_scale=layer._k_scale_float if quantized else 1.0,
             dims=self._dims,
-            out=torch.empty(
-                tokens, heads, self.kv_lora_rank, dtype=torch.bfloat16, device=query.device
-            ),
-            lse=lse,
+            with_lse=self.need_to_return_lse_for_decode,
         )
+        heads, lse = query.shape[1], batch.lse
         if heads not in self._plans:
             self._plans[heads] = self._acquire(heads)[1]
         launch_split(self._kernel, batch, self._buffers, self._plans[heads])
         if lse is not None and self.lse_base_on_e and self._kernel.lse_base == "2":
             lse.mul_(math.log(2.0))
         return batch.out, lse
-
-
-def _packed(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The query as one tensor; without a rotary part its latent part is all of it."""
-    if not isinstance(q, tuple):
-        return q
-    latent, rotary = q
-    if rotary.shape[-1] == 0 and latent.is_contiguous():
-        return latent
-    return torch.cat(q, dim=-1)
 
 
 class NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):
@@ -168,7 +134,9 @@ class AnyDeviceMixin:
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Whether the kernel runs on a device."""
-        return uses_reference_kernel() or super().supports_compute_capability(capability)  # type: ignore[misc]
+        if current_settings().kernel == "reference":
+            return True
+        return super().supports_compute_capability(capability)  # type: ignore[misc]
 
 
 class DcpFlashInferMLASparseImpl(SplitLaunchImpl):

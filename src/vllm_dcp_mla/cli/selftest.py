@@ -13,6 +13,8 @@ from ..compat.installed import package_folder
 from ..compat.releases import installed_release
 from ..planner.request import IMPOSSIBLE, UNREADABLE
 from ..selftest.faults import FAULTS
+from ..selftest.subjects import subject_of
+from ..simulate.gpus import GPUS
 from ..topology import check_topology
 from . import options
 
@@ -42,6 +44,9 @@ def selftest(
     device: Annotated[
         str, typer.Option("--device", metavar="cpu|cuda", help="Where tensors and kernels are.")
     ] = "cpu",
+    gpu: Annotated[
+        str, typer.Option("--gpu", help=f"Whose backend runs: {', '.join(GPUS)}.")
+    ] = "b200",
     fault: Annotated[
         str, typer.Option("--break", help=f"Plant a fault, to see it found: {', '.join(FAULTS)}.")
     ] = "",
@@ -51,6 +56,8 @@ def selftest(
     numbers, unreadable = _read_numbers(ranks, tp, dcp, interleave)
     if device not in DEVICES:
         unreadable.append(f"--device is {device!r}; it must be one of {', '.join(DEVICES)}.")
+    if gpu not in GPUS:
+        unreadable.append(f"--gpu is {gpu!r}; it must be one of {', '.join(GPUS)}.")
     if fault and fault not in FAULTS:
         unreadable.append(f"--break is {fault!r}; it must be one of {', '.join(FAULTS)}.")
     if unreadable:
@@ -68,11 +75,16 @@ def selftest(
             f"--interleave is {interleaves[0]}, but the indexer of vLLM {release.series} takes 1 "
             "only under DCP; leave it out, or use vLLM 0.30 or newer."
         )
+    if (member := subject_of(gpu).member) in release.left_to_stock:
+        problems.append(
+            f"--gpu is {gpu}, but {member} is stock's with vLLM {release.series}; leave it out, or "
+            "use vLLM 0.33."
+        )
     if package_folder("vllm") is None:
         problems.append("vLLM is not installed; run pip install 'vllm-dcp-mla[vllm]'.")
     if problems:
         _refuse(problems, IMPOSSIBLE, as_json)
-    _run(size, shared, interleaves, device, fault or None, as_json)
+    _run(size, shared, interleaves, device, gpu, fault or None, as_json)
 
 
 def unanswered(problems: list[str]) -> dict[str, Any]:
@@ -113,7 +125,13 @@ def _read_numbers(
 
 
 def _run(
-    tp: int, dcp: int, interleaves: list[int], device: str, fault: str | None, as_json: bool
+    tp: int,
+    dcp: int,
+    interleaves: list[int],
+    device: str,
+    gpu: str,
+    fault: str | None,
+    as_json: bool,
 ) -> None:
     from ..selftest import run, world
     from ..simulate.driver import DriverStandInError
@@ -130,6 +148,7 @@ def _run(
                 dcp,
                 interleaves,
                 device,
+                gpu,
                 fault,
                 lambda case: status.update(f"{tp} ranks, DCP {dcp}: {case.name} done"),
             )

@@ -72,7 +72,8 @@ _0_32 = replace(
     _0_33,
     minor=32,
     adapter="v0_30",
-    left_to_stock=frozenset({"FLASH_ATTN_MLA_SPARSE_FA4"}),  # there is none
+    # There is no FA4, and Hopper's class has no kernel call of its own to replace.
+    left_to_stock=frozenset({"FLASH_ATTN_MLA_SPARSE_FA4", "FLASH_ATTN_MLA_SPARSE"}),
     flashmla_takes_a2a=False,
     autotunes_by_rank=False,
 )

@@ -21,6 +21,11 @@ _SPARSE = "vllm/model_executor/layers/attention/sparse_mla_attention.py"
 _BACKEND = "vllm/v1/attention/backend.py"
 _UTILS = "vllm/v1/attention/backends/mla/sparse_utils.py"
 _REGISTRY = "vllm/v1/attention/backends/registry.py"
+_MLA = "vllm/model_executor/layers/attention/mla_attention.py"
+_COMPRESSOR = "vllm/v1/attention/backends/mla/compressor_utils.py"
+_FLASHMLA_OPS = "vllm/v1/attention/ops/flashmla.py"
+_FLASHMLA_LIBRARY = "vllm/third_party/flashmla/flash_mla_interface.py"
+_FLASH_ATTN_LIBRARY = "vllm/vllm_flash_attn/flash_attn_interface.py"
 _WORKER = "vllm/v1/worker/gpu_worker.py"
 
 _INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
@@ -80,6 +85,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_REGISTRY, "AttentionBackendEnum.is_overridden"),
     Symbol(_REGISTRY, "AttentionBackendEnum.FLASHINFER_MLA_SPARSE"),
     Symbol(_REGISTRY, "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE_FA4", since=33),
+    Symbol(_REGISTRY, "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE", since=33),
     Symbol(_REGISTRY, "AttentionBackendEnum.FLASHMLA_SPARSE"),
     Symbol(_BACKEND, "AttentionBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_BACKEND, "AttentionBackend.supports_compute_capability", ("capability",)),
@@ -131,6 +137,37 @@ SYMBOLS: tuple[Symbol, ...] = (
         (*_KERNEL_ARGS, "valid_counts"),
         since=33,
     ),
+    Symbol(_UTILS, "triton_filter_and_convert_dcp_index", _DCP_INDEX_ARGS, until=29),
+    Symbol(_UTILS, "triton_convert_req_index_to_global_index", _INDEX_ARGS, until=29),
+    Symbol(_FLASHMLA, "FlashMLASparseBackend"),
+    Symbol(_FLASHMLA, "FlashMLASparseBackend.supports_combination", _COMBINATION_ARGS, since=30),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseBackend.get_supported_kernel_block_sizes", since=33),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseBackend.customize_spec", since=33),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseMetadata", since=33),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseMetadataBuilder.__init__", _BUILDER_ARGS, since=33),
+    Symbol(
+        _SPARSE,
+        "SparseMLACommonMetadataBuilder._init_reorder_batch_threshold",
+        ("reorder_batch_threshold", "supports_spec_as_decode", "supports_dcp_with_varlen"),
+        since=33,
+    ),
+    Symbol("vllm/logger.py", "init_logger"),
+    Symbol("vllm/platforms/interface.py", "Platform.get_device_capability"),
+    Symbol(_MLA, "MLAAttention._uses_flat_kv_cache", since=33),
+    Symbol(_MLA, "MLAAttention.bind_kv_cache", since=33),
+    Symbol(_FLASHMLA_OPS, "is_flashmla_sparse_supported", since=33),
+    Symbol(_FLASHMLA_LIBRARY, "flash_mla_sparse_fwd", ("d_v", "topk_length", "out"), since=33),
+    Symbol(
+        _FLASH_ATTN_LIBRARY,
+        "flash_attn_varlen_func",
+        ("q_v", "seqused_k", "block_table", "return_softmax_lse", "out", "fa_version"),
+        since=33,
+    ),
+    Symbol(_FLASH_ATTN_LIBRARY, "is_fa_version_supported", ("fa_version",), since=33),
+    Symbol(_FLASH_ATTN_LIBRARY, "fa_version_unsupported_reason", ("fa_version",), since=33),
+    Symbol(_COMPRESSOR, "_COMPRESSED_SLOT_MAPPING_KERNEL", since=33),
+    Symbol(_INDEXER, "_PREPARE_UNIFORM_DECODE_KERNEL", since=33),
+    Symbol(_INDEXER, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL", since=33),
     Symbol(_UTILS, "triton_filter_and_convert_dcp_index", _DCP_INDEX_ARGS, until=29),
     Symbol(_UTILS, "triton_convert_req_index_to_global_index", _INDEX_ARGS, until=29),
     Symbol(_FLASHMLA, "FlashMLASparseBackend"),

@@ -92,6 +92,11 @@ STATUS = (
         "unpickled, or pickle members by name",
     ),
     Status(
+        "compat/flat_cache.py",
+        "on Hopper, the kernel that finds cache rows warmed up for FLASH_ATTN_MLA_SPARSE",
+        "name that backend in `MLAAttention._uses_flat_kv_cache`, or ask the backend",
+    ),
+    Status(
         "compat/sleep.py",
         "the workspace zeroed after sleep mode",
         "a hook for attention implementations after wake-up",

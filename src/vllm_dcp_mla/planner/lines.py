@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ..capability import FLASH_ATTN_4, FLASHINFER, FLASHMLA, Deployment
+from ..capability import FLASH_ATTN_3, FLASH_ATTN_4, FLASHINFER, FLASHMLA, Deployment
 from ..indexer.exchange import exchange_bytes
+from ..key_splits import partial_bytes
 from ..settings import Settings
 from ..workspace import WorkspacePlan, counter_bytes, softmax_stats_bytes, stock_workspace_bytes
 from . import buffers, estimates
@@ -152,6 +153,9 @@ def _loaded(s: Subject) -> Iterator[Line]:
     groups = buffers.index_group_bytes(s.spec, s.workload)
     yield _exact("index_groups", "top-k rows of layer groups", groups, budget, _SEQS)
     yield from _trtllm_workspace(s)
+    if s.backend == FLASH_ATTN_3 and s.deployment.dcp > 1:
+        partials = partial_bytes(s.spec.kv_lora_rank, s.sms)
+        yield _exact("partials", "partial results of split keys", partials, budget, "", 0)
     yield from _symmetric(s)
 
 

@@ -6,17 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ..capability import (
+    FLASH_ATTN_3,
     FLASHINFER,
     FLASHMLA,
     TABLE,
     Deployment,
     Libraries,
-    arch_name,
     refusals,
     row,
     serving,
     suggestion,
 )
+from ..capability_rules import arch_name
+from ..key_splits import partial_bytes
 from ..settings import Settings
 from ..simulate.gpus import Gpu
 from ..workspace import WorkspacePlan, plan_workspace
@@ -147,7 +149,7 @@ def make_plan(
     """
     if problems := request.problems():
         return Plan(request.kv_cache_dtype, problems=problems)
-    d = request.deployment(gpu, libraries, any_device=settings.kernel == "reference")
+    d = request.deployment(gpu, libraries, kernel=settings.kernel)
     served_by = None if d.dcp == 1 else serving(d)
     if d.dcp > 1 and served_by is None:
         return Plan(d.kv_cache_dtype, problems=_refused_by_all(request, d))
@@ -295,6 +297,9 @@ def _workspace(
     tokens = workload.max_num_batched_tokens
     heads = Workspace(heads=d.kernel_heads, stock_heads=d.heads_per_rank * d.dcp)
     backend = serving(d) if d.dcp > 1 else _stock_backend(d)
+    if backend == FLASH_ATTN_3:
+        size = partial_bytes(d.dims.kv_lora_rank, case.gpu.sms)
+        return replace(heads, tokens_per_launch=tokens, launches=1, total_bytes=size)
     if backend is None or not has_trtllm_workspace(backend, d.arch):
         return heads
     stock_total = sum(stock_slab_and_scratch(d, tokens, case.user_workspace))
@@ -325,6 +330,11 @@ def _notes(case: _Case, d: Deployment, served_by: str | None, workload: Workload
         notes.append(
             "The workspace is made while the model loads, so that profiling counts it; stock vLLM "
             "makes its own afterwards, outside the KV budget."
+        )
+    elif backend == FLASH_ATTN_3:
+        notes.append(
+            "The workspace is the same for every model and step; it is made while the model loads, "
+            "so that profiling counts it. Stock vLLM does not serve this configuration."
         )
     elif not row(backend).ours:
         notes.append(

@@ -34,6 +34,7 @@ class Configuration:
         graphs: CUDA graphs.
         kernel: the package's setting; ``reference`` runs the SM100 classes on any GPU.
         force_mqa: keep short prompts off the dense prefill path, which reads no cache.
+        ours: whether a class of this package is to serve it; not part of the engine.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Configuration:
     graphs: Graphs
     kernel: str
     force_mqa: bool = True
+    ours: bool = False
 
     @property
     def world(self) -> int:

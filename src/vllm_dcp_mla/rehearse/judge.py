@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..topology import gathered_heads
-from ..workspace import DEFAULT_SLAB_LIMIT_BYTES, plan_workspace
+from .checkpoint import RehearsalModel
 from .configuration import Configuration
 from .drift import DRIFT_LIMIT, Drift, compare, distance
+from .memory import planned_bytes
 from .observe import OURS
 from .recall import Recall
 from .schedule import EngineResult
@@ -78,7 +78,7 @@ def judge(
     configuration: Configuration,
     results: Mapping[str, EngineResult],
     prompts: Sequence[Prompt],
-    heads: int,
+    model: RehearsalModel,
     recalls: Mapping[str, Recall] | None = None,
 ) -> list[Case]:
     """A configuration's cases: how it ran, its memory, and its drift in each length class.
@@ -87,7 +87,7 @@ def judge(
         configuration: what is judged.
         results: of all engines, by name.
         prompts: what they served.
-        heads: the model's query heads.
+        model: that served them.
         recalls: of its indexers, by length class.
     """
     result = results[configuration.name]
@@ -99,7 +99,7 @@ def judge(
     if failed:
         return cases + failed
     if configuration.dcp > 1:
-        cases += _memory(configuration, result, heads)
+        cases += _memory(configuration, result, model)
     return cases + _drifts(configuration, result, one, two, prompts, recalls or {})
 
 
@@ -138,6 +138,12 @@ def conduct(configuration: Configuration, result: EngineResult) -> Case:
         problems += [
             f"rank {number}: {what} waited for the GPU." for what in _of_ours(rank["syncs"])
         ]
+        if configuration.ours:
+            problems += [
+                f"rank {number}: {impl} served, which is not this package's."
+                for impl in engine["impls"]
+                if not impl.startswith(f"{OURS}.")
+            ]
     counts = tuple(rank["collectives"] for rank in result.ranks)
     if len({rank["collective_order"] for rank in result.ranks}) > 1:
         problems.append(f"the ranks' collectives differ; they called {counts} of them.")
@@ -165,24 +171,23 @@ def _of_ours(noted: Sequence[Sequence[str]]) -> list[str]:
     return [what for owner, what in noted if owner == OURS]
 
 
-def _memory(configuration: Configuration, result: EngineResult, heads: int) -> list[Case]:
-    """The workspace, to the byte."""
-    held = [rank["after"]["buffers"] for rank in result.ranks]
-    if not any(held):
-        return []  # a kernel that needs no workspace
-    plan = plan_workspace(
-        gathered_heads(
-            heads // configuration.tp, configuration.tp, configuration.pcp, configuration.dcp
-        ),
-        result.spec.max_num_batched_tokens,
-        slab_limit_bytes=DEFAULT_SLAB_LIMIT_BYTES,
-    )
-    sizes = {buffers[0][1] if buffers else 0 for buffers in held}
-    off = max(abs(size - plan.total_bytes) for size in sizes)
-    problem = f"the workspace is {sorted(sizes)} bytes, planned were {plan.total_bytes}."
-    return [
-        Case(f"{configuration.name}: workspace", not off, off, 0, (problem,) if off else ()),
+def _memory(
+    configuration: Configuration, result: EngineResult, model: RehearsalModel
+) -> list[Case]:
+    """The buffers whose sizes are planned, to the byte."""
+    planned = planned_bytes(configuration, result.spec, model, result.ranks[0]["engine"]["sms"])
+    held = [
+        {name: size for name, _, size in rank["after"]["buffers"] if name in planned}
+        for rank in result.ranks
     ]
+    cases = []
+    for name in dict.fromkeys(name for buffers in held for name in buffers):
+        sizes = {buffers.get(name, 0) for buffers in held}
+        off = max(abs(size - planned[name]) for size in sizes)
+        problem = f"the {name} buffer is {sorted(sizes)} bytes, planned were {planned[name]}."
+        problems = (problem,) if off else ()
+        cases.append(Case(f"{configuration.name}: {name}", not off, off, 0, problems))
+    return cases
 
 
 def judge_outside(

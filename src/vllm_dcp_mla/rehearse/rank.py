@@ -145,7 +145,7 @@ def _keep_flashinfer_exchange_out() -> None:
 
 
 def _state() -> dict[str, Any]:
-    """Device memory of this process, and our buffers' addresses and sizes."""
+    """Device memory of this process, and our buffers' names, addresses and bytes."""
     import torch
 
     from .. import device_buffer
@@ -157,9 +157,7 @@ def _state() -> dict[str, Any]:
         "allocated_bytes": torch.cuda.memory_allocated(),
         "reserved_bytes": torch.cuda.memory_reserved(),
         "buffers": [
-            [tensor.data_ptr(), tensor.numel()]
-            for buffers in device_buffer._BY_DEVICE.values()
-            for tensor in (buffers.workspace, buffers.counters)
+            [name, tensor.data_ptr(), tensor.numel()] for name, tensor in device_buffer.held()
         ],
     }
 
@@ -168,14 +166,17 @@ def _describe(llm: Any) -> dict[str, Any]:
     """Backend, kernel, memory of the loaded model, and whether vLLM's monitors are on."""
     from vllm.utils import gpu_sync_debug, jit_monitor
 
+    from .. import device_buffer
+
     worker = llm.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     impls = [layer.impl for layer in layers.values() if hasattr(layer, "impl")]
-    kernels = {getattr(getattr(impl, "_kernel", None), "name", None) for impl in impls}
+    kernels = {name for impl in impls for name in getattr(impl, "kernel_names", ())}
     return {
         "impls": sorted({f"{type(i).__module__}.{type(i).__qualname__}" for i in impls}),
-        "kernels": sorted(kernel for kernel in kernels if kernel is not None),
+        "kernels": sorted(kernels),
+        "sms": device_buffer.num_sms(device_buffer.kernel_device()),
         "model_bytes": getattr(runner, "model_memory_usage", None),
         "jit_monitor": jit_monitor._mode if jit_monitor.is_active() else None,
         "sync_check": gpu_sync_debug._SYNC_CHECK_MODE

@@ -228,7 +228,7 @@ def _cases(
                 configuration,
                 results,
                 asked[model],
-                models[model].heads,
+                models[model],
                 recalls.get(configuration.name),
             )
             if model in references and configuration.kv_cache_dtype == "bfloat16":
