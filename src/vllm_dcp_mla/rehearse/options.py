@@ -17,8 +17,8 @@ class Options:
         ranks_per_gpu: None for the smallest number that works.
         engine_seconds: after which an engine is given up.
         fault: planted into every engine under DCP, which then runs alone; None for none.
-        long_tokens: of prompts beside the classes of length; 0 for none.
         soak_seconds: of a soak in place of the comparison; None for none.
+        long_tokens: of prompts beside the classes of length; 0 for none.
     """
 
     index_topk: int | None
@@ -26,5 +26,5 @@ class Options:
     ranks_per_gpu: int | None
     engine_seconds: float
     fault: Fault | None = None
-    long_tokens: int = 0
     soak_seconds: float | None = None
+    long_tokens: int = 0
