@@ -35,6 +35,7 @@ def no_buffers(monkeypatch):
     from vllm_dcp_mla import device_buffer
 
     monkeypatch.setattr(device_buffer, "_BY_DEVICE", {})
+    monkeypatch.setattr(device_buffer, "_PARTIALS", {})
 
 
 @pytest.fixture(autouse=True)

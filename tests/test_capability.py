@@ -49,14 +49,88 @@ def test_sm100_refusals(changes, reason):
     assert reason in "; ".join(cap.refusals(cap.FLASHINFER, deployment(**changes)))
 
 
+@pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize("dims", [GLM, DEEPSEEK, replace(GLM, heads=96), replace(GLM, heads=24)])
+@pytest.mark.parametrize(("tp", "dcp"), [(2, 2), (4, 2), (4, 4), (8, 8)])
+def test_sm90_serves_dcp_at_any_head_count(cache, dims, tp, dcp):
+    changes = {"arch": H200, "kv_cache_dtype": cache, "dims": dims, "tp": tp, "dcp": dcp}
+    assert serves(cap.FLASH_ATTN_3, **changes)
+    assert not serves(cap.FLASHINFER, **changes)
+
+
+@pytest.mark.parametrize(
+    ("tp", "dcp", "dims", "by"),
+    [
+        # Where FlashMLA's constructors raise, fp8 is ours, with one scale.
+        (2, 2, GLM, cap.FLASH_ATTN_3),
+        (2, 2, DEEPSEEK, cap.FLASH_ATTN_3),
+        (4, 2, DEEPSEEK, cap.FLASH_ATTN_3),
+        (8, 8, DEEPSEEK, cap.FLASH_ATTN_3),
+        (4, 2, GLM, cap.FLASHMLA),
+        (8, 8, GLM, cap.FLASHMLA),
+    ],
+)
+def test_fp8_on_sm90_is_flashmlas_where_that_works(tp, dcp, dims, by):
+    d = deployment(arch=H200, kv_cache_dtype="fp8", tp=tp, dcp=dcp, dims=dims)
+    assert cap.serving(d) == by
+    assert (cap.refusals(cap.FLASH_ATTN_3, d) == []) is (by == cap.FLASH_ATTN_3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"arch": B200}, "needs SM9x, got SM100"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "kv-cache-dtype fp8_ds_mla is not one of"),
+        ({"kv_cache_dtype": "fp8"}, "fp8 is fp8_ds_mla here, which FLASHMLA_SPARSE serves"),
+        ({"tp": 1, "pcp": 4, "dcp": 4}, "together (got pcp 4, dcp 4)"),
+        ({"dims": replace(GLM, kv_lora_rank=256)}, "got 256 and 64"),
+        ({"dims": replace(GLM, index_topk=None)}, "no index_topk"),
+        ({"kernel": "trtllm_gen"}, "trtllm_gen is not one of this backend's"),
+        ({"kernel": "reference"}, "reference is not one of this backend's"),
+        ({"kernel": "flashmla"}, "flashmla reads a bf16 cache, got fp8_e4m3"),
+        ({"kernel": "flash_attn3"}, "flash_attn3 reads a bf16 cache, got fp8_e4m3"),
+    ],
+)
+def test_sm90_refusals(changes, reason):
+    d = deployment(**{"arch": H200, **changes})
+    assert reason in "; ".join(cap.refusals(cap.FLASH_ATTN_3, d))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dims": replace(GLM, heads=24)}, "takes 8, 16, 32, 64, 128 gathered heads, got 24"),
+        ({"dims": replace(GLM, index_topk=100)}, "multiple of 128, got 100"),
+        ({"libraries": replace(LIBRARIES, flashmla=False)}, "built without FlashMLA"),
+        ({"dims": replace(GLM, qk_rope_head_dim=0)}, "needs rotary dims"),
+        (
+            {"kernel": "flash_attn3", "libraries": replace(LIBRARIES, flash_attn_3=False)},
+            "built without FlashAttention 3",
+        ),
+        ({}, ""),
+    ],
+)
+def test_what_flashmlas_kernel_takes_when_it_is_forced(changes, reason):
+    forced = {"arch": H200, "kv_cache_dtype": "bfloat16", "kernel": "flashmla"}
+    reasons = cap.refusals(cap.FLASH_ATTN_3, deployment(**{**forced, **changes}))
+    assert reason in "; ".join(reasons)
+    assert bool(reasons) is bool(reason)
+
+
+def test_a_forced_kernel_of_another_backend_is_refused_and_stocks_class_does_not_mind():
+    forced = {"kernel": "triton_decode"}
+    assert not serves(cap.FLASHINFER, **forced)
+    assert serves(cap.FLASHMLA, arch=H200, kv_cache_dtype="fp8_ds_mla", **forced)
+
+
 def test_nope_model_is_served():
     assert serves(cap.FLASHINFER, dims=replace(GLM, qk_nope_head_dim=256, qk_rope_head_dim=0))
 
 
 def test_the_reference_kernel_needs_neither_gpu_nor_library():
     nothing = cap.Libraries(None, False, False)
-    assert serves(cap.FLASHINFER, arch=(8, 9), libraries=nothing, any_device=True)
-    assert not serves(cap.FLASHMLA, arch=(8, 9), libraries=nothing, any_device=True)
+    assert serves(cap.FLASHINFER, arch=(8, 9), libraries=nothing, kernel="reference")
+    assert not serves(cap.FLASHMLA, arch=(8, 9), libraries=nothing, kernel="reference")
 
 
 @pytest.mark.parametrize(
@@ -118,6 +192,7 @@ DEPLOYMENTS = st.builds(
         flashmla=st.booleans(),
         flash_attn_4=st.booleans(),
     ),
+    kernel=st.sampled_from(["auto", "reference", "triton_decode", "flashmla"]),
 ).filter(lambda d: not check_topology(d.tp, d.pcp, d.dcp, d.dims.heads))
 
 

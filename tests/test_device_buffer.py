@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from vllm_dcp_mla import device_buffer, softmax_stats_bytes  # noqa: E402
+from vllm_dcp_mla.key_splits import partial_bytes  # noqa: E402
 from vllm_dcp_mla.workspace import DEFAULT_SLAB_LIMIT_BYTES, counter_bytes  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -38,6 +39,15 @@ def test_one_buffer_a_device():
     other, _ = acquire(device=torch.device("meta"))
     assert again is first
     assert other is not first
+
+
+def test_memory_for_partial_results_is_made_once_a_device_beside_the_other():
+    first, _ = acquire(8, 16)
+    made = device_buffer.acquire_partials(CPU, 512)
+    assert made.workspace.numel() == partial_bytes(512, device_buffer.num_sms(CPU))
+    assert device_buffer.acquire_partials(CPU, 512) is made
+    assert acquire(8, 16)[0] is first
+    assert made.workspace.data_ptr() != first.workspace.data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def test_load_registers_ours_and_touches_nothing_else():
     assert changed(report) == {
         "FLASHINFER_MLA_SPARSE": "vllm_dcp_mla.backends.members.FlashInferMLASparse",
         "FLASH_ATTN_MLA_SPARSE_FA4": "vllm_dcp_mla.backends.members.FlashAttnMLASparseFA4",
+        "FLASH_ATTN_MLA_SPARSE": "vllm_dcp_mla.backends.members.FlashAttnMLASparse",
         "FLASHMLA_SPARSE": "vllm_dcp_mla.backends.members.FlashMLASparse",
         "DCP_MLA_SPARSE": "vllm_dcp_mla.backends.members.DcpMlaSparse",
     }

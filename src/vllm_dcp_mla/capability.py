@@ -6,18 +6,16 @@ deployments with ``dcp > 1`` are asked here, all others are stock vLLM's own bus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from packaging.version import Version
-
+from . import capability_rules as rules
+from .capability_rules import BF16, DS_MLA, FP8, KvCacheFormat, arch_name
 from .topology import check_topology, divisors, gathered_heads, valid_dcp_sizes
-
-KvCacheFormat = Literal["bfloat16", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla"]
 
 FLASHINFER = "FLASHINFER_MLA_SPARSE"
 FLASH_ATTN_4 = "FLASH_ATTN_MLA_SPARSE_FA4"
+FLASH_ATTN_3 = "FLASH_ATTN_MLA_SPARSE"
 FLASHMLA = "FLASHMLA_SPARSE"
 
 _FLAGS = {
@@ -27,9 +25,6 @@ _FLAGS = {
     "kv_cache_dtype": "--kv-cache-dtype",
     "comm": "--dcp-comm-backend",
 }
-
-#: The oldest FlashInfer whose sparse MLA decode returns an LSE.
-MIN_FLASHINFER = "0.6.14"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +45,7 @@ class Libraries:
     flashinfer: str | None
     flashmla: bool
     flash_attn_4: bool
+    flash_attn_3: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +59,7 @@ class Deployment:
         comm: ``--dcp-comm-backend`` after the model's own defaults.
         dims: the model.
         libraries: what is installed.
-        any_device: a kernel that runs anywhere is forced (``kernel=reference``).
+        kernel: the attention kernel that is forced by name (the setting ``kernel``), or ``auto``.
     """
 
     arch: tuple[int, int]
@@ -74,7 +70,12 @@ class Deployment:
     comm: str
     dims: ModelDims
     libraries: Libraries
-    any_device: bool = False
+    kernel: str = "auto"
+
+    @property
+    def any_device(self) -> bool:
+        """Whether a kernel that runs anywhere is forced."""
+        return self.kernel == "reference"
 
     @property
     def heads_per_rank(self) -> int:
@@ -97,120 +98,29 @@ class BackendRow:
         formats: cache formats it reads, by the spelling of ``--kv-cache-dtype``.
         library: the reason why its library is missing, or None.
         rules: further reasons.
-        ours: whether this package's class serves it under DCP.
+        kernels: what the setting ``kernel`` may name for it; empty where the class is stock's.
     """
 
     name: str
     arch_majors: tuple[int, ...]
     formats: dict[str, KvCacheFormat]
-    library: Callable[[Libraries], str | None]
-    rules: tuple[Callable[[Deployment], str | None], ...]
-    ours: bool
+    library: rules.Library
+    rules: rules.Rules
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def ours(self) -> bool:
+        """Whether this package's class serves it under DCP."""
+        return bool(self.kernels)
 
 
-_BF16: dict[str, KvCacheFormat] = dict.fromkeys(("auto", "bfloat16"), "bfloat16")
-_FP8: dict[str, KvCacheFormat] = dict.fromkeys(("fp8", "fp8_e4m3"), "fp8_e4m3")
-_DS_MLA: dict[str, KvCacheFormat] = {
-    "fp8": "fp8_ds_mla",
-    "fp8_ds_mla": "fp8_ds_mla",
-    "nvfp4_ds_mla": "nvfp4_ds_mla",
-}
-
-
-def _flashinfer_library(libraries: Libraries) -> str | None:
-    found, oldest = libraries.flashinfer, MIN_FLASHINFER
-    if found is None:
-        return f"FlashInfer is not installed; install the one that vLLM pins ({oldest} or newer)"
-    if Version(found) < Version(oldest):
-        return f"FlashInfer {found} returns no LSE here; {oldest} or newer is needed"
-    return None
-
-
-def _flash_attn_4_library(libraries: Libraries) -> str | None:
-    if not libraries.flash_attn_4:
-        return "FlashAttention 4 is not usable with this vLLM build"
-    return _flashinfer_library(libraries)
-
-
-def _flashmla_library(libraries: Libraries) -> str | None:
-    if libraries.flashmla:
-        return None
-    return "this vLLM was built without FlashMLA (vllm._flashmla_C is missing)"
-
-
-def _no_pcp_with_dcp(d: Deployment) -> str | None:
-    if d.pcp == 1:
+def _fp8_is_flashmlas(d: Deployment) -> str | None:
+    if d.kv_cache_dtype != "fp8" or refusals(FLASHMLA, d):
         return None
     return (
-        f"prefill and decode context parallelism together (got pcp {d.pcp}, dcp {d.dcp}) are not "
-        "served by this backend yet"
+        f"kv-cache-dtype fp8 is fp8_ds_mla here, which {FLASHMLA} serves; this backend reads "
+        "fp8_e4m3"
     )
-
-
-def _trtllm_gen_heads(d: Deployment) -> str | None:
-    if not 64 < d.kernel_heads < 128:
-        return None
-    return f"trtllm-gen has no kernel for 65 to 127 query heads, got {d.kernel_heads}"
-
-
-def _trtllm_gen_dims(d: Deployment) -> str | None:
-    m = d.dims
-    if m.index_topk is None:
-        return "the model has no index_topk: sparse MLA needs a model with an indexer"
-    if m.kv_lora_rank != 512:
-        return f"kv_lora_rank must be 512, got {m.kv_lora_rank}"
-    if m.qk_rope_head_dim == 0 and m.qk_nope_head_dim != 256:
-        return f"without rope, qk_nope_head_dim must be 256, got {m.qk_nope_head_dim}"
-    if m.qk_rope_head_dim not in (0, 64):
-        return f"qk_rope_head_dim must be 64 or 0, got {m.qk_rope_head_dim}"
-    if m.qk_rope_head_dim and m.qk_nope_head_dim not in (128, 192):
-        return f"qk_nope_head_dim must be 128 or 192, got {m.qk_nope_head_dim}"
-    return None
-
-
-def _flash_attn_4_shape(d: Deployment) -> str | None:
-    m = d.dims
-    if m.index_topk is None or m.index_topk % 128:
-        return f"index_topk must be a multiple of 128, got {m.index_topk}"
-    if (m.kv_lora_rank, m.qk_rope_head_dim) != (512, 64):
-        return (
-            "kv_lora_rank and qk_rope_head_dim must be 512 and 64, got "
-            f"{m.kv_lora_rank} and {m.qk_rope_head_dim}"
-        )
-    if d.kernel_heads not in (8, 16, 32, 64):
-        return f"the kernel takes 8, 16, 32 or 64 gathered query heads, got {d.kernel_heads}"
-    return None
-
-
-def _flashmla_cache(d: Deployment) -> str | None:
-    if d.kv_cache_dtype in _BF16:
-        return f"FlashMLA serves DCP from an fp8_ds_mla cache only, got {d.kv_cache_dtype}"
-    cache = _DS_MLA.get(d.kv_cache_dtype)
-    if cache == "nvfp4_ds_mla" and d.arch[0] != 10:
-        return f"an nvfp4_ds_mla cache needs SM100, got {arch_name(d.arch)}"
-    if d.pcp > 1 and cache == "nvfp4_ds_mla":
-        return f"PCP with DCP gathers an fp8_ds_mla cache, got {d.kv_cache_dtype}"
-    return None
-
-
-def _flashmla_heads(d: Deployment) -> str | None:
-    if d.pcp == 1 and d.heads_per_rank >= 32:
-        return (
-            f"FlashMLA serves DCP with fewer than 32 query heads a rank, got {d.heads_per_rank} "
-            "(its other path returns the LSE of decode tokens only)"
-        )
-    if (d.heads_per_rank <= 64) != (d.kernel_heads <= 64):
-        return (
-            f"FlashMLA pads {d.heads_per_rank} local heads to 64 and {d.kernel_heads} gathered "
-            "heads to 128, and DCP needs both alike"
-        )
-    return None
-
-
-def _ag_rs_with_pcp(d: Deployment) -> str | None:
-    if d.pcp == 1 or d.comm == "ag_rs":
-        return None
-    return f"PCP with DCP needs --dcp-comm-backend ag_rs, got {d.comm}"
 
 
 #: In the order in which a suggestion prefers them.
@@ -218,34 +128,36 @@ TABLE: tuple[BackendRow, ...] = (
     BackendRow(
         FLASHINFER,
         (10,),
-        _BF16 | {"float16": "bfloat16"} | _FP8,
-        _flashinfer_library,
-        (_no_pcp_with_dcp, _trtllm_gen_heads, _trtllm_gen_dims),
-        ours=True,
+        BF16 | {"float16": "bfloat16"} | FP8,
+        rules.FLASHINFER_LIBRARY,
+        rules.FLASHINFER_RULES,
+        ("trtllm_gen", "reference"),
     ),
     BackendRow(
         FLASH_ATTN_4,
         (10,),
-        _BF16,
-        _flash_attn_4_library,
-        (_no_pcp_with_dcp, _trtllm_gen_dims, _flash_attn_4_shape),
-        ours=True,
+        BF16,
+        rules.FLASH_ATTN_4_LIBRARY,
+        rules.FLASH_ATTN_4_RULES,
+        ("trtllm_gen", "reference"),
+    ),
+    BackendRow(
+        FLASH_ATTN_3,
+        (9,),
+        BF16 | FP8,
+        lambda libraries: None,
+        (*rules.HOPPER_RULES, _fp8_is_flashmlas),
+        ("triton_decode", "flashmla", "flash_attn3"),
     ),
     BackendRow(
         FLASHMLA,
         (9, 10),
         # bf16 is named by the rule, which says why.
-        _DS_MLA | _BF16,
-        _flashmla_library,
-        (_flashmla_cache, _flashmla_heads, _ag_rs_with_pcp),
-        ours=False,
+        DS_MLA | BF16,
+        rules.FLASHMLA_LIBRARY,
+        rules.FLASHMLA_RULES,
     ),
 )
-
-
-def arch_name(arch: tuple[int, int]) -> str:
-    """``(10, 0)`` as ``SM100``."""
-    return f"SM{arch[0]}{arch[1]}"
 
 
 def row(name: str) -> BackendRow:
@@ -267,6 +179,9 @@ def refusals(name: str, d: Deployment) -> list[str]:
             reasons.append(f"needs {needed}, got {arch_name(d.arch)}")
         if (missing := r.library(d.libraries)) is not None:
             reasons.append(missing)
+    if r.ours and d.kernel not in ("auto", *r.kernels):
+        known = ", ".join(r.kernels)
+        reasons.append(f"the forced kernel {d.kernel} is not one of this backend's: {known}")
     if d.kv_cache_dtype not in r.formats:
         known = ", ".join(sorted(r.formats))
         reasons.append(f"kv-cache-dtype {d.kv_cache_dtype} is not one of {known}")

@@ -1,7 +1,8 @@
-"""The one workspace of a CUDA device: made while the model loads, never moved, never re-made.
+"""The workspaces of a CUDA device: made while the model loads, never moved, never re-made.
 
-CUDA graphs keep its address, and every layer, drafter and engine of a process shares it in stream
-order. A later caller who would want more plans against what is there and splits launches finer.
+CUDA graphs keep their addresses, and every layer, drafter and engine of a process shares them in
+stream order. trtllm-gen has one, our Triton kernel another. A later caller who would want more of
+the first plans against what is there and splits launches finer.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import logging
 import torch
 
 from .kernels.base import LaunchBuffers
+from .key_splits import partial_bytes
 from .workspace import WorkspacePlan, plan_workspace
 
 logger = logging.getLogger("vllm.dcp_mla.workspace")
 
 _BY_DEVICE: dict[torch.device, LaunchBuffers] = {}
+_PARTIALS: dict[torch.device, LaunchBuffers] = {}
 
 
 def kernel_device() -> torch.device:
@@ -72,6 +75,38 @@ def acquire(
     return buffers, plan
 
 
+def acquire_partials(device: torch.device, latent_dim: int) -> LaunchBuffers:
+    """The device's memory for partial results of split keys, made by the first caller.
+
+    Its size follows from the device alone, so that it suffices for every caller.
+
+    Args:
+        device: an explicit device.
+        latent_dim: elements of a result.
+    """
+    buffers = _PARTIALS.get(device)
+    if buffers is None:
+        size = partial_bytes(latent_dim, num_sms(device))
+        buffers = _PARTIALS[device] = LaunchBuffers(
+            workspace=torch.empty(size, dtype=torch.int8, device=device),
+            counters=torch.empty(0, dtype=torch.uint8, device=device),
+        )
+        logger.info(
+            "Attention workspace on %s: %s bytes (%.3f GiB) for partial results.",
+            device,
+            f"{size:,}",
+            size / 2**30,
+        )
+    return buffers
+
+
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a device; a CPU counts as 4, so that keys are split there too."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def zero_all() -> None:
     """Zeroes every buffer again: sleep mode may have given their memory back in between."""
     for device, buffers in _BY_DEVICE.items():
@@ -82,10 +117,7 @@ def zero_all() -> None:
 
 
 def _allocate(device: torch.device, plan: WorkspacePlan) -> LaunchBuffers:
-    sms = 1
-    if device.type == "cuda":
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
     return LaunchBuffers(
         workspace=torch.zeros(plan.total_bytes, dtype=torch.int8, device=device),
-        counters=torch.zeros(plan.counter_bytes(sms), dtype=torch.uint8, device=device),
+        counters=torch.zeros(plan.counter_bytes(num_sms(device)), dtype=torch.uint8, device=device),
     )

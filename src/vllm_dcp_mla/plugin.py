@@ -18,6 +18,7 @@ _MEMBERS = "vllm_dcp_mla.backends.members"
 OVERRIDES = {
     "FLASHINFER_MLA_SPARSE": f"{_MEMBERS}.FlashInferMLASparse",
     "FLASH_ATTN_MLA_SPARSE_FA4": f"{_MEMBERS}.FlashAttnMLASparseFA4",
+    "FLASH_ATTN_MLA_SPARSE": f"{_MEMBERS}.FlashAttnMLASparse",
     "FLASHMLA_SPARSE": f"{_MEMBERS}.FlashMLASparse",
 }
 ALIAS_PATH = f"{_MEMBERS}.DcpMlaSparse"

@@ -23,7 +23,7 @@ WORKSPACE_ENV = "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"
 #: Read before vLLM's configuration exists, so only the environment can hold them.
 ENV_ONLY = frozenset({"allow_untested"})
 
-KernelName = Literal["auto", "trtllm_gen", "reference"]
+KernelName = Literal["auto", "trtllm_gen", "flashmla", "flash_attn3", "triton_decode", "reference"]
 
 
 class SettingsError(ValueError):
@@ -46,7 +46,8 @@ class Settings(BaseModel):
     )
     kernel: KernelName = Field(
         "auto",
-        description="attention kernel; `reference` is plain torch and runs on any device, slowly",
+        description="attention kernel: `trtllm_gen` (SM100), `flashmla`, `flash_attn3`, "
+        "`triton_decode` (SM90); `reference` is plain torch and runs on any device, slowly",
     )
     disable: bool = Field(False, description="leave vLLM untouched")
     allow_untested: bool = Field(

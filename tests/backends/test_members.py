@@ -8,7 +8,13 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
 
-NAMES = ("FlashInferMLASparse", "FlashAttnMLASparseFA4", "FlashMLASparse", "DcpMlaSparse")
+NAMES = (
+    "FlashInferMLASparse",
+    "FlashAttnMLASparseFA4",
+    "FlashAttnMLASparse",
+    "FlashMLASparse",
+    "DcpMlaSparse",
+)
 
 
 def resolve(name, dcp=None, settings=None):
@@ -42,9 +48,41 @@ def test_a_switched_off_engine_gets_stocks(name):
     assert resolve(name, dcp=8, settings={"disable": True}).__module__.startswith("vllm.v1.")
 
 
-def test_the_reference_kernel_is_ours_without_dcp_too():
-    cls = resolve("FlashInferMLASparse", dcp=1, settings={"kernel": "reference"})
-    assert cls.__module__ == "vllm_dcp_mla.backends.trtllm"
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("FlashInferMLASparse", "vllm_dcp_mla.backends.trtllm"),
+        ("DcpMlaSparse", "vllm_dcp_mla.backends.trtllm"),
+        ("FlashAttnMLASparse", "vllm.v1.attention.backends.mla.flashattn_mla_sparse"),
+        ("FlashMLASparse", "vllm.v1.attention.backends.mla.flashmla_sparse"),
+    ],
+)
+def test_where_the_reference_kernel_is_ours_without_dcp_too(name, module):
+    assert resolve(name, dcp=1, settings={"kernel": "reference"}).__module__ == module
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel", "module"),
+    [
+        ((9, 0), "auto", "hopper"),
+        ((10, 0), "auto", "trtllm"),
+        ((10, 3), "auto", "trtllm"),
+        (None, "auto", "trtllm"),
+        # A kernel that is forced says which class it is, on any device.
+        ((9, 0), "reference", "trtllm"),
+        ((9, 0), "trtllm_gen", "trtllm"),
+        ((10, 0), "triton_decode", "hopper"),
+        ((9, 0), "flashmla", "hopper"),
+    ],
+)
+def test_the_alias_is_the_class_of_this_gpu_or_of_the_forced_kernel(arch, kernel, module):
+    import vllm.platforms
+
+    found = SimpleNamespace(major=arch[0], minor=arch[1]) if arch else None
+    platform = SimpleNamespace(get_device_capability=lambda: found)
+    with mock.patch.object(vllm.platforms, "_current_platform", platform):
+        cls = resolve("DcpMlaSparse", dcp=2, settings={"kernel": kernel})
+    assert cls.__module__ == f"vllm_dcp_mla.backends.{module}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,5 +109,5 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_dcp_is_declared():
-    for name in NAMES[:2]:
+    for name in NAMES[:3]:
         assert resolve(name, dcp=2).supports_dcp()

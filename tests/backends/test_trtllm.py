@@ -1,68 +1,17 @@
 """The SM100 classes, built as vLLM builds them, on the CPU with the reference kernel."""
 
 import math
-from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 torch = pytest.importorskip("torch")
+from backend_engine import LAYER, engine, expected, make_impl, run  # noqa: E402
+
 from vllm_dcp_mla import device_buffer  # noqa: E402
-from vllm_dcp_mla.models import load_config  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm", "no_buffers")]
-
-
-@contextmanager
-def engine(dcp=8, max_tokens=512, settings=None, model="glm-5.2"):
-    """A current configuration of one rank of TP8 with that DCP size; yields it."""
-    from vllm.config import set_current_vllm_config
-
-    from vllm_dcp_mla.selftest import world
-
-    config = world.engine_config(load_config(model), 8, 8, "ag_rs")
-    config.parallel_config.decode_context_parallel_size = dcp
-    config.scheduler_config.max_num_batched_tokens = max_tokens
-    config.additional_config = {"dcp_mla": {"kernel": "reference", **(settings or {})}}
-    with (
-        set_current_vllm_config(config),
-        mock.patch(
-            "vllm.distributed.parallel_state.get_dcp_world_size_and_rank",
-            lambda enabled=True: (dcp, 0),
-        ),
-        mock.patch(
-            "vllm.model_executor.layers.attention.sparse_mla_attention"
-            ".get_tensor_model_parallel_world_size",
-            lambda: 8,
-        ),
-    ):
-        yield config
-
-
-def make_impl(backend, config, cache_dtype="bfloat16", dims=(192, 64)):
-    nope, rope = dims
-    parallel, hf = config.parallel_config, config.model_config.hf_text_config
-    return backend.get_impl_cls()(
-        num_heads=hf.num_attention_heads // parallel.tensor_parallel_size,
-        head_size=512 + rope,
-        scale=0.05,
-        num_kv_heads=1,
-        alibi_slopes=None,
-        sliding_window=None,
-        kv_cache_dtype=cache_dtype,
-        logits_soft_cap=None,
-        attn_type="decoder",
-        kv_sharing_target_layer_name=None,
-        q_lora_rank=2048,
-        kv_lora_rank=512,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        qk_head_dim=nope + rope,
-        v_head_dim=256,
-        kv_b_proj=None,
-        topk_indices_buffer=torch.empty(512, 128, dtype=torch.int32),
-    )
 
 
 def backends():
@@ -72,32 +21,6 @@ def backends():
 
 
 HEADS = {"glm-5.2": 64, "deepseek-v3.2": 128}
-LAYER = SimpleNamespace(_q_scale_float=3.0, _k_scale_float=5.0)
-
-
-def run(impl, tokens=4, heads=64, dim=576, dtype=torch.bfloat16, counts=(0, 3, 100, 128), **kwargs):
-    draw = torch.Generator().manual_seed(1)
-    query = (torch.randn(tokens, heads, dim, generator=draw) / 3).to(dtype)
-    cache = (torch.randn(5, 64, dim, generator=draw) / 5).to(dtype)
-    counts = torch.tensor(counts, dtype=torch.int32)
-    topk = torch.full((tokens, 128), -1, dtype=torch.int32)
-    for token, count in enumerate(counts.tolist()):
-        topk[token, :count] = torch.randint(5 * 64, (count,), generator=draw).int()
-    call = {"layer": LAYER, "block_size": 64, "is_decode": True} | kwargs
-    out, lse = impl._forward_mqa_kernel(query, cache, topk.clone(), counts, **call)
-    return query, cache.view(-1, dim), topk, counts, out, lse
-
-
-def expected(query, rows, topk, counts, scale, value_scale):
-    out = torch.zeros(*query.shape[:2], 512, dtype=torch.float64)
-    lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64)
-    for token, count in enumerate(counts.tolist()):
-        if count:
-            keys = rows[topk[token, :count].long()].double()
-            scores = query[token].double() @ keys.T * scale
-            out[token] = torch.softmax(scores, -1) @ keys[:, :512] * value_scale
-            lse[token] = torch.logsumexp(scores, -1)
-    return out, lse
 
 
 @pytest.mark.parametrize("member", [0, 1])

@@ -209,6 +209,7 @@ def test_a_plugin_that_is_left_out_is_found_out():
         "VLLM_PLUGINS",
         "backend FLASHINFER_MLA_SPARSE",
         "backend FLASH_ATTN_MLA_SPARSE_FA4",
+        "backend FLASH_ATTN_MLA_SPARSE",
         "backend FLASHMLA_SPARSE",
         "backend DCP_MLA_SPARSE",
     }

@@ -81,7 +81,7 @@ def test_hopper_gets_no_blackwell_figures(capsys):
         (["--tp", "7"], 1),
         (["--max-num-batched-tokens", "-1"], 1),
         (["--max-num-batched-tokens", "99999999999"], 1),
-        (["--gpu", "h200"], 1),
+        (["--gpu", "h200", "--kv-cache-dtype", "nvfp4_ds_mla"], 1),
         (["--tp", "eight"], 2),
         (["--gpu", "a100"], 2),
         (["--model", "gpt-2"], 2),

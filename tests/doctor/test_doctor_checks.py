@@ -127,12 +127,14 @@ def test_libraries_are_found_by_file(monkeypatch, tmp_path):
         return tmp_path if name == "vllm" else None
 
     monkeypatch.setattr(machine, "package_folder", folder)
-    assert [c.status for c in machine.check_libraries()] == ["fail", "fail", "warn"]
+    assert [c.status for c in machine.check_libraries()] == ["fail", "fail", "warn", "warn"]
     (tmp_path / "third_party" / "deep_gemm").mkdir(parents=True)
     (tmp_path / "third_party" / "deep_gemm" / "__init__.py").write_text("")
     (tmp_path / "_flashmla_C.abi3.so").write_text("")
-    assert [c.status for c in machine.check_libraries()] == ["pass", "fail", "warn"]
+    assert [c.status for c in machine.check_libraries()] == ["pass", "fail", "warn", "warn"]
     (tmp_path / "_flashmla_extension_C.abi3.so").write_text("")
+    (tmp_path / "vllm_flash_attn").mkdir()
+    (tmp_path / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").write_text("")
     monkeypatch.setattr(
         machine, "package_folder", lambda name: None if name == "deep_gemm" else tmp_path
     )

@@ -113,13 +113,24 @@ def test_without_trtllm_gen_there_is_no_workspace(flags):
 
 
 def test_what_every_backend_refuses_names_each_and_a_way_out():
-    *refusals, way_out = planned(gpu="h100").problems
+    flags = {"gpu": "h100", "tp": 2, "dcp": 2, "kv_cache_dtype": "fp8_ds_mla"}
+    *refusals, way_out = planned(**flags).problems
     assert [r.split()[0] for r in refusals] == [
         "FLASHINFER_MLA_SPARSE",
         "FLASH_ATTN_MLA_SPARSE_FA4",
+        "FLASH_ATTN_MLA_SPARSE",
         "FLASHMLA_SPARSE",
     ]
-    assert "--kv-cache-dtype fp8_ds_mla" in way_out
+    assert "--kv-cache-dtype fp8_e4m3 (served by FLASH_ATTN_MLA_SPARSE)" in way_out
+
+
+@pytest.mark.parametrize("model", ["glm-5.2", "deepseek-v3.2"])
+@pytest.mark.parametrize("tokens", [512, 32768])
+def test_hoppers_workspace_is_of_the_device_alone(model, tokens):
+    plan = planned(model=model, gpu="h200", max_num_batched_tokens=tokens)
+    assert plan.served_by == "FLASH_ATTN_MLA_SPARSE"
+    assert plan.workspace.total_bytes == 132 * 64 * 513 * 4 == plan.lines[0].bytes
+    assert plan.lines[0].profiled
 
 
 def test_the_way_out_of_pcp_with_dcp_names_the_exchange():

@@ -37,7 +37,7 @@ def capability_cell(gpu, cache, sizes):
     marks = {}
     for name, model in MODELS.items():
         raw = RawRequest(model, gpu.name, *map(str, sizes), cache, "8192", None)
-        backend = serving(read_request(raw).deployment(gpu, ASSUMED, any_device=False))
+        backend = serving(read_request(raw).deployment(gpu, ASSUMED, kernel="auto"))
         ours = backend is not None and row(backend).ours
         marks[name] = "✅" if ours else "⚪" if backend else "❌"
     if len(set(marks.values())) == 1:

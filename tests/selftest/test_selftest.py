@@ -66,6 +66,7 @@ def test_expected_output_of_one_key_is_its_latent():
         (["--ranks", "two"], 2, "--ranks is 'two'"),
         (["--interleave", "3"], 2, "--interleave is 3"),
         (["--break", "everything"], 2, "--break is 'everything'"),
+        (["--gpu", "a100"], 2, "--gpu is 'a100'"),
         (["--device", "tpu"], 2, "--device is 'tpu'"),
         (["--tp", "8", "--dcp", "3"], 1, "--decode-context-parallel-size is 3"),
         (["--ranks", "0"], 1, "is 0"),
@@ -99,7 +100,10 @@ def run(*arguments):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("--ranks", "2"), ("--tp", "4", "--dcp", "2")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--ranks", "2"), ("--tp", "4", "--dcp", "2"), ("--tp", "4", "--dcp", "2", "--gpu", "h200")],
+)
 def test_every_case_agrees(arguments):
     status, answer = run(*arguments)
     assert status == 0
@@ -148,8 +152,10 @@ def test_one_rank_is_enough_to_fail_a_case(other, ok):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["b200", "h200"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault):
-    status, answer = run("--ranks", "2", "--interleave", "1", "--break", fault)
+def test_a_planted_fault_is_found(fault, gpu):
+    flags = ("--ranks", "2", "--interleave", "1", "--gpu", gpu)
+    status, answer = run(*flags, "--break", fault)
     assert status == 1
     assert not answer["ok"]

@@ -9,7 +9,7 @@ from ..compat.libraries import libraries_here
 
 
 def deployment_of(
-    vllm_config: Any, kv_cache_dtype: str | None, capability: Any, *, any_device: bool
+    vllm_config: Any, kv_cache_dtype: str | None, capability: Any, *, kernel: str
 ) -> Deployment:
     """Reads a deployment off vLLM's configuration.
 
@@ -17,7 +17,7 @@ def deployment_of(
         vllm_config: vLLM's ``VllmConfig`` with a model.
         kv_cache_dtype: the layer's cache dtype; None means auto.
         capability: vLLM's ``DeviceCapability``.
-        any_device: a kernel that runs anywhere is forced.
+        kernel: the setting ``kernel``.
     """
     parallel = vllm_config.parallel_config
     hf = vllm_config.model_config.hf_text_config
@@ -36,5 +36,5 @@ def deployment_of(
             index_topk=getattr(hf, "index_topk", None),
         ),
         libraries=libraries_here(),
-        any_device=any_device,
+        kernel=kernel,
     )

@@ -11,11 +11,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from ..capability import FLASH_ATTN_3, row
 from ..indexer import hooks
+from ..settings import Settings, load_settings
 
 _STOCK = "vllm.v1.attention.backends.mla"
 _OURS = "vllm_dcp_mla.backends"
 
+ALIAS = "DcpMlaSparse"
 #: Name here: (stock class, our class), as module and class name.
 _CLASSES = {
     "FlashInferMLASparse": (
@@ -26,20 +29,28 @@ _CLASSES = {
         (f"{_STOCK}.flashattn_mla_sparse", "FlashAttnMLASparseFA4Backend"),
         (f"{_OURS}.trtllm", "DcpFlashAttnMLASparseFA4Backend"),
     ),
+    "FlashAttnMLASparse": (
+        (f"{_STOCK}.flashattn_mla_sparse", "FlashAttnMLASparseBackend"),
+        (f"{_OURS}.hopper", "DcpFlashAttnMLASparseBackend"),
+    ),
     "FlashMLASparse": (
         (f"{_STOCK}.flashmla_sparse", "FlashMLASparseBackend"),
         (f"{_OURS}.flashmla", "DcpFlashMLASparseBackend"),
     ),
 }
-#: The alias is the class of this GPU; SM100 is the one there is.
-_CLASSES["DcpMlaSparse"] = _CLASSES["FlashInferMLASparse"]
+#: Those that the reference kernel serves without DCP too.
+_WITH_REFERENCE = ("FlashInferMLASparse", "FlashAttnMLASparseFA4")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _CLASSES:
+    if name != ALIAS and name not in _CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    settings, dcp = _engine()
+    if name == ALIAS:
+        name = _of_this_gpu(settings)
     stock, ours = _CLASSES[name]
-    if not _serves():
+    forced = settings.kernel == "reference" and name in _WITH_REFERENCE
+    if settings.disable or not (dcp > 1 or forced):
         return getattr(import_module(stock[0]), stock[1])
     # The indexer's builder is asked for after the model has loaded, and a backend is selected
     # before the first layer is made: early enough.
@@ -47,16 +58,24 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(ours[0]), ours[1])
 
 
-def _serves() -> bool:
+def _engine() -> tuple[Settings, int]:
+    """The settings and the DCP size of the current engine; with none, as with DCP."""
     from vllm.config import get_current_vllm_config_or_none
-
-    from ..settings import load_settings
 
     config = get_current_vllm_config_or_none()
     if config is None:
-        return True
+        return load_settings(), 2
     settings = load_settings(config.additional_config)
-    if settings.disable:
-        return False
-    dcp = config.parallel_config.decode_context_parallel_size
-    return dcp > 1 or settings.kernel == "reference"
+    return settings, config.parallel_config.decode_context_parallel_size
+
+
+def _of_this_gpu(settings: Settings) -> str:
+    """The member that the alias stands for: the forced kernel's, else this GPU's."""
+    if settings.kernel != "auto":
+        hopper = settings.kernel in row(FLASH_ATTN_3).kernels
+    else:
+        import vllm.platforms
+
+        capability = vllm.platforms.current_platform.get_device_capability()
+        hopper = capability is not None and capability.major == 9
+    return "FlashAttnMLASparse" if hopper else "FlashInferMLASparse"

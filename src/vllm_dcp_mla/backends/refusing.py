@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.config import get_current_vllm_config_or_none
 
@@ -17,13 +17,11 @@ def current_settings() -> Settings:
     return load_settings(config.additional_config if config is not None else None)
 
 
-def uses_reference_kernel() -> bool:
-    """Whether a kernel that runs on any device is forced."""
-    return current_settings().kernel == "reference"
-
-
 class CapabilityTableMixin:
     """Asks the capability table first, then the stock class that it is mixed into."""
+
+    #: Whether the stock class refuses DCP as such: then the table alone answers.
+    stock_refuses_dcp: ClassVar[bool] = False
 
     @classmethod
     def supports_combination(
@@ -44,14 +42,12 @@ class CapabilityTableMixin:
         if asked and config.parallel_config.decode_context_parallel_size > 1:
             try:
                 user_workspace_bytes()
-                any_device = uses_reference_kernel()
+                kernel = current_settings().kernel
             except SettingsError as error:
                 return str(error)
-            deployment = deployment_of(
-                config, kv_cache_dtype, device_capability, any_device=any_device
-            )
+            deployment = deployment_of(config, kv_cache_dtype, device_capability, kernel=kernel)
             reason = capability.explain(cls.get_name(), deployment)  # type: ignore[attr-defined]
-            if reason is not None or any_device:
+            if reason is not None or deployment.any_device or cls.stock_refuses_dcp:
                 return reason
         return super().supports_combination(  # type: ignore[misc]
             head_size,

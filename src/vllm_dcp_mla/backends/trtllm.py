@@ -22,18 +22,18 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
     FlashInferMLASparseTRTLLMBackend,
     FlashInferMLASparseTRTLLMMetadataBuilder,
 )
-from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .. import agreement, device_buffer
 from ..compat import a2a, sleep
 from ..kernels import load_kernel
-from ..kernels.base import LaunchBuffers, MlaDims, SparseMlaBatch
+from ..kernels.base import LaunchBuffers, MlaDims
 from ..kernels.split import clear_empty_rows, launch_split
 from ..settings import load_settings, user_workspace_bytes
 from ..topology import gathered_heads
 from ..workspace import WorkspacePlan
-from .refusing import CapabilityTableMixin, uses_reference_kernel
+from .batches import packed, sparse_batch
+from .refusing import CapabilityTableMixin, current_settings
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
@@ -107,29 +107,22 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
             ``out [T, H, kv_lora_rank]`` bf16 and, under DCP, ``lse [T, H]`` float32 in the base
             that this class declares.
         """
-        query = _packed(q)
-        rows, block_stride = flat_kv_row_view(kv_cache.view(query.dtype), block_size)
-        tokens, heads, _ = query.shape
+        query = packed(q)
         # A checkpoint may hold scales that a bf16 cache was never quantised with.
         quantized = is_quantized_kv_cache(self.kv_cache_dtype)
-        lse = None
-        if self.need_to_return_lse_for_decode:
-            lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
-        batch = SparseMlaBatch(
-            query=query,
-            cache_rows=rows,
-            page_size=math.gcd(block_stride, block_size, 64),
-            topk=topk_indices,
-            counts=counts,
+        batch = sparse_batch(
+            query,
+            kv_cache.view(query.dtype),
+            topk_indices,
+            counts,
+            block_size=block_size,
             softmax_scale=self.scale,
             query_scale=layer._q_scale_float if quantized else 1.0,
             cache_scale=layer._k_scale_float if quantized else 1.0,
             dims=self._dims,
-            out=torch.empty(
-                tokens, heads, self.kv_lora_rank, dtype=torch.bfloat16, device=query.device
-            ),
-            lse=lse,
+            with_lse=self.need_to_return_lse_for_decode,
         )
+        heads, lse = query.shape[1], batch.lse
         if heads not in self._plans:
             self._plans[heads] = self._acquire(heads)[1]
         launch_split(self._kernel, batch, self._buffers, self._plans[heads])
@@ -149,16 +142,6 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
         is_decode: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
-
-
-def _packed(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The query as one tensor; without a rotary part its latent part is all of it."""
-    if not isinstance(q, tuple):
-        return q
-    latent, rotary = q
-    if rotary.shape[-1] == 0 and latent.is_contiguous():
-        return latent
-    return torch.cat(q, dim=-1)
 
 
 class _NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):
@@ -181,7 +164,9 @@ class _AnyDeviceMixin:
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Whether the kernel runs on a device."""
-        return uses_reference_kernel() or super().supports_compute_capability(capability)  # type: ignore[misc]
+        if current_settings().kernel == "reference":
+            return True
+        return super().supports_compute_capability(capability)  # type: ignore[misc]
 
 
 class DcpFlashInferMLASparseImpl(_SplitLaunchImpl):

@@ -94,7 +94,8 @@ def _table(request: Request, answer: Plan) -> Table:
     for line in answer.lines:
         table.add_row(line.name, _bytes(line.bytes), _bytes(line.stock_bytes))
     table.add_section()
-    table.add_row("slab and scratch together", _bytes(w.total_bytes), _bytes(w.stock_total_bytes))
+    together = "slab and scratch together" if w.slab_bytes else "together"
+    table.add_row(together, _bytes(w.total_bytes), _bytes(w.stock_total_bytes))
     profiled = any(line.profiled for line in answer.lines)
     table.add_row("counted by memory profiling", "yes" if profiled else "no", "no")
     return table

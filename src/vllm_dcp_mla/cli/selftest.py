@@ -12,6 +12,7 @@ from rich.table import Table
 from ..compat.installed import package_folder
 from ..planner.request import IMPOSSIBLE, UNREADABLE
 from ..selftest.faults import FAULTS
+from ..simulate.gpus import GPUS
 from ..topology import check_topology
 from . import options
 
@@ -38,6 +39,9 @@ def selftest(
     device: Annotated[
         str, typer.Option("--device", metavar="cpu|cuda", help="Where tensors and kernels are.")
     ] = "cpu",
+    gpu: Annotated[
+        str, typer.Option("--gpu", help=f"Whose backend runs: {', '.join(GPUS)}.")
+    ] = "b200",
     fault: Annotated[
         str, typer.Option("--break", help=f"Plant a fault, to see it found: {', '.join(FAULTS)}.")
     ] = "",
@@ -47,6 +51,8 @@ def selftest(
     numbers, unreadable = _read_numbers(ranks, tp, dcp, interleave)
     if device not in DEVICES:
         unreadable.append(f"--device is {device!r}; it must be one of {', '.join(DEVICES)}.")
+    if gpu not in GPUS:
+        unreadable.append(f"--gpu is {gpu!r}; it must be one of {', '.join(GPUS)}.")
     if fault and fault not in FAULTS:
         unreadable.append(f"--break is {fault!r}; it must be one of {', '.join(FAULTS)}.")
     if unreadable:
@@ -62,7 +68,7 @@ def selftest(
         problems.append("vLLM is not installed; run pip install 'vllm-dcp-mla[vllm]'.")
     if problems:
         _refuse(problems, IMPOSSIBLE, as_json)
-    _run(size, shared, interleaves, device, fault or None, as_json)
+    _run(size, shared, interleaves, device, gpu, fault or None, as_json)
 
 
 def unanswered(problems: list[str]) -> dict[str, Any]:
@@ -102,7 +108,13 @@ def _read_numbers(
 
 
 def _run(
-    tp: int, dcp: int, interleaves: list[int], device: str, fault: str | None, as_json: bool
+    tp: int,
+    dcp: int,
+    interleaves: list[int],
+    device: str,
+    gpu: str,
+    fault: str | None,
+    as_json: bool,
 ) -> None:
     from ..selftest import run, world
     from ..simulate.driver import DriverStandInError
@@ -119,6 +131,7 @@ def _run(
                 dcp,
                 interleaves,
                 device,
+                gpu,
                 fault,
                 lambda case: status.update(f"{tp} ranks, DCP {dcp}: {case.name} done"),
             )

@@ -8,7 +8,7 @@ from ..capability import Libraries
 from .installed import installed_version, package_folder
 
 #: Assumed where vLLM is not installed, as on a laptop: all that vLLM 0.33 ships with.
-ASSUMED = Libraries(flashinfer="0.7.2.post1", flashmla=True, flash_attn_4=True)
+ASSUMED = Libraries(flashinfer="0.7.2.post1", flashmla=True, flash_attn_4=True, flash_attn_3=True)
 FLASHMLA_MODULES = ("_flashmla_C", "_flashmla_extension_C")
 
 
@@ -22,7 +22,13 @@ def libraries_here() -> Libraries:
         flashmla=not missing_flashmla_modules(vllm),
         flash_attn_4=(vllm / "vllm_flash_attn" / "cute").is_dir()
         and package_folder("cutlass") is not None,
+        flash_attn_3=has_flash_attn_3(vllm),
     )
+
+
+def has_flash_attn_3(vllm: Path) -> bool:
+    """Whether a vLLM folder has FlashAttention 3's extension module."""
+    return any((vllm / "vllm_flash_attn").glob("_vllm_fa3_C*.so"))
 
 
 def missing_flashmla_modules(vllm: Path) -> list[str]:

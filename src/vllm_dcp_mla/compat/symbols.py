@@ -19,6 +19,11 @@ _SPARSE = "vllm/model_executor/layers/attention/sparse_mla_attention.py"
 _BACKEND = "vllm/v1/attention/backend.py"
 _UTILS = "vllm/v1/attention/backends/mla/sparse_utils.py"
 _REGISTRY = "vllm/v1/attention/backends/registry.py"
+_MLA = "vllm/model_executor/layers/attention/mla_attention.py"
+_COMPRESSOR = "vllm/v1/attention/backends/mla/compressor_utils.py"
+_FLASHMLA_OPS = "vllm/v1/attention/ops/flashmla.py"
+_FLASHMLA_LIBRARY = "vllm/third_party/flashmla/flash_mla_interface.py"
+_FLASH_ATTN_LIBRARY = "vllm/vllm_flash_attn/flash_attn_interface.py"
 _WORKER = "vllm/v1/worker/gpu_worker.py"
 
 _INDEXER = "vllm/v1/attention/backends/mla/indexer.py"
@@ -71,6 +76,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_REGISTRY, "AttentionBackendEnum.is_overridden"),
     Symbol(_REGISTRY, "AttentionBackendEnum.FLASHINFER_MLA_SPARSE"),
     Symbol(_REGISTRY, "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE_FA4"),
+    Symbol(_REGISTRY, "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE"),
     Symbol(_REGISTRY, "AttentionBackendEnum.FLASHMLA_SPARSE"),
     Symbol(_BACKEND, "AttentionBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_BACKEND, "AttentionBackend.supports_compute_capability", ("capability",)),
@@ -93,6 +99,31 @@ SYMBOLS: tuple[Symbol, ...] = (
         "FlashAttnMLASparseFA4Impl._forward_mqa_kernel",
         (*_KERNEL_ARGS, "valid_counts"),
     ),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseBackend.get_supported_kernel_block_sizes"),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseBackend.customize_spec"),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseMetadata"),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseMetadataBuilder.__init__", _BUILDER_ARGS),
+    Symbol(
+        _SPARSE,
+        "SparseMLACommonMetadataBuilder._init_reorder_batch_threshold",
+        ("reorder_batch_threshold", "supports_spec_as_decode", "supports_dcp_with_varlen"),
+    ),
+    Symbol("vllm/logger.py", "init_logger"),
+    Symbol("vllm/platforms/interface.py", "Platform.get_device_capability"),
+    Symbol(_MLA, "MLAAttention._uses_flat_kv_cache"),
+    Symbol(_MLA, "MLAAttention.bind_kv_cache"),
+    Symbol(_FLASHMLA_OPS, "is_flashmla_sparse_supported"),
+    Symbol(_FLASHMLA_LIBRARY, "flash_mla_sparse_fwd", ("d_v", "topk_length", "out")),
+    Symbol(
+        _FLASH_ATTN_LIBRARY,
+        "flash_attn_varlen_func",
+        ("q_v", "seqused_k", "block_table", "return_softmax_lse", "out", "fa_version"),
+    ),
+    Symbol(_FLASH_ATTN_LIBRARY, "is_fa_version_supported", ("fa_version",)),
+    Symbol(_FLASH_ATTN_LIBRARY, "fa_version_unsupported_reason", ("fa_version",)),
+    Symbol(_COMPRESSOR, "_COMPRESSED_SLOT_MAPPING_KERNEL"),
+    Symbol(_INDEXER, "_PREPARE_UNIFORM_DECODE_KERNEL"),
+    Symbol(_INDEXER, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL"),
     Symbol(_FLASHMLA, "FlashMLASparseBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_WORKER, "Worker.wake_up", ("tags",)),
     Symbol(_BACKEND, "CommonAttentionMetadata.seq_lens_cpu_upper_bound"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..capability import arch_name
+from ..capability_rules import arch_name
 from ..compat.installed import package_folder
-from ..compat.libraries import missing_flashmla_modules
+from ..compat.libraries import has_flash_attn_3, missing_flashmla_modules
 from ..planner import local_gpu
 from .processes import Probed
 from .report import Check
@@ -14,8 +14,8 @@ _GIB = 1 << 30
 
 
 def check_libraries() -> list[Check]:
-    """DeepGEMM, CuteDSL and FlashMLA, by file."""
-    return [_check_deep_gemm(), _check_cute_dsl(), _check_flashmla()]
+    """DeepGEMM, CuteDSL, FlashMLA and FlashAttention 3, by file."""
+    return [_check_deep_gemm(), _check_cute_dsl(), _check_flashmla(), _check_flash_attn_3()]
 
 
 def _check_deep_gemm() -> Check:
@@ -36,7 +36,7 @@ def _check_cute_dsl() -> Check:
 
 
 def _check_flashmla() -> Check:
-    name, expected = "FlashMLA", "present: FLASHMLA_SPARSE needs it"
+    name, expected = "FlashMLA", "present: FLASHMLA_SPARSE needs it, and Hopper for large steps"
     vllm = package_folder("vllm")
     if vllm is None:
         return Check(name, "warn", "vLLM is not installed", expected, INSTALL_VLLM)
@@ -45,6 +45,17 @@ def _check_flashmla() -> Check:
         found = f"this vLLM lacks {', '.join(missing)}"
         return Check(name, "warn", found, expected, "install a vLLM wheel that was built with it")
     return Check(name, "pass", "vLLM's extension modules are there", expected)
+
+
+def _check_flash_attn_3() -> Check:
+    name, expected = "FlashAttention 3", "present: Hopper uses it for large steps without FlashMLA"
+    vllm = package_folder("vllm")
+    if vllm is None:
+        return Check(name, "warn", "vLLM is not installed", expected, INSTALL_VLLM)
+    if not has_flash_attn_3(vllm):
+        fix = "install a vLLM wheel that was built with it"
+        return Check(name, "warn", "this vLLM lacks _vllm_fa3_C", expected, fix)
+    return Check(name, "pass", "vLLM's extension module is there", expected)
 
 
 def check_torch(probed: Probed) -> Check:

@@ -7,7 +7,7 @@ import sys
 
 from packaging.version import InvalidVersion, Version
 
-from ..capability import MIN_FLASHINFER
+from ..capability_rules import MIN_FLASHINFER
 from ..compat.installed import installed_version
 from ..compat.symbols import missing_symbols
 from ..compat.versions import TESTED, is_tested

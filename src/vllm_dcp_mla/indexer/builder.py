@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 from vllm.v1.attention.backends.mla.indexer import (
     DeepseekV32IndexerBackend,
     DeepseekV32IndexerMetadata,
@@ -13,6 +12,7 @@ from vllm.v1.attention.backends.mla.indexer import (
 )
 
 from ..settings import load_settings
+from ..warmup import warm
 from . import scope
 from .chunk_kernel import CHUNK_BOUNDS_KERNEL
 from .exchange import bound_chunks, max_rows
@@ -32,15 +32,7 @@ class DcpIndexerBuilder(DeepseekV32IndexerMetadataBuilder):
         self._max_exchange_rows = max_rows(settings.merge_limit_bytes, topk, self.dcp_world_size)
         # An empty schedule: every slot starts where it ends.
         self._no_work = torch.zeros_like(self.scheduler_metadata_buffer)
-        # vLLM collects warm-ups in some runners and modes only; elsewhere nothing else compiles it.
-        if self._collects_warmups():
-            CHUNK_BOUNDS_KERNEL.register_warmup(self.compress_ratio)
-        elif self.device.type == "cuda":
-            CHUNK_BOUNDS_KERNEL.warmup(self.compress_ratio)
-
-    def _collects_warmups(self) -> bool:
-        enabled = self.vllm_config.kernel_config.enable_jit_warmup
-        return bool(enabled) and JitWarmupRegistry._active.get() is not None
+        warm(self.vllm_config, self.device, CHUNK_BOUNDS_KERNEL, self.compress_ratio)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

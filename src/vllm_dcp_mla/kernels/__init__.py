@@ -5,8 +5,12 @@ from __future__ import annotations
 from .base import SparseMlaKernel
 
 
-def load_kernel(name: str) -> SparseMlaKernel:
+def load_kernel(name: str, *, num_sms: int = 1) -> SparseMlaKernel:
     """Makes a kernel by its name.
+
+    Args:
+        name: a name of :data:`..settings.KernelName`, not ``auto``.
+        num_sms: multiprocessors of the GPU, for kernels that plan with them.
 
     Raises:
         ImportError: the library behind it is missing or lacks what is relied on.
@@ -16,8 +20,22 @@ def load_kernel(name: str) -> SparseMlaKernel:
         from .trtllm_gen import TrtllmGenKernel
 
         return TrtllmGenKernel()
+    if name == "flashmla":
+        from .flashmla import FlashMlaKernel
+
+        return FlashMlaKernel()
+    if name == "flash_attn3":
+        from .flash_attn3 import FlashAttn3Kernel
+
+        return FlashAttn3Kernel()
+    if name == "triton_decode":
+        from .triton_decode import TritonDecodeKernel
+
+        return TritonDecodeKernel(num_sms)
     if name == "reference":
         from .reference import ReferenceKernel
 
         return ReferenceKernel()
-    raise ValueError(f"kernel is {name!r}; known: trtllm_gen, reference")
+    raise ValueError(
+        f"kernel is {name!r}; known: trtllm_gen, flashmla, flash_attn3, triton_decode, reference"
+    )

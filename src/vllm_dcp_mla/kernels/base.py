@@ -30,11 +30,28 @@ class MlaDims:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """What all launches of a layer have in common.
+
+    Attributes:
+        heads: query heads.
+        topk: K.
+        cache_dtype: of the cache's rows.
+        dims: the model's MLA dims.
+    """
+
+    heads: int
+    topk: int
+    cache_dtype: torch.dtype
+    dims: MlaDims
+
+
+@dataclass(frozen=True, slots=True)
 class SparseMlaBatch:
     """Tokens to attend, and where the results go.
 
     Attributes:
-        query: ``[T, H, D]``, of the cache's dtype.
+        query: ``[T, H, D]``, of the cache's dtype, or bf16 where the kernel takes it.
         cache_rows: ``[R, D]`` view of the paged cache; bf16, fp16 or float8_e4m3fn.
         page_size: rows of a page; divides R.
         topk: ``[T, K]`` int32 rows of ``cache_rows``, valid ones first.
@@ -90,11 +107,15 @@ class SparseMlaKernel(Protocol):
     name: ClassVar[str]
     #: Base of the LSE it writes.
     lse_base: ClassVar[LseBase]
+    #: Whether rows whose count is 0 leave it as (0, -inf); elsewhere they may be left as they were.
+    clears_empty_rows: ClassVar[bool]
+
+    def supports(self, shape: LaunchShape) -> str | None:
+        """Why it does not take launches of a shape, None when it does."""
+        ...
 
     def launch(self, batch: SparseMlaBatch, buffers: LaunchBuffers) -> None:
-        """Writes ``batch.out`` and, where wanted, ``batch.lse``.
-
-        Rows whose count is 0 may be left as they were.
+        """Writes ``batch.out`` and, where wanted, ``batch.lse``, in place.
 
         Raises:
             ValueError: a batch that this kernel does not serve.

@@ -10,9 +10,10 @@ from typing import ClassVar
 
 import torch
 
+from ..capability_rules import trtllm_gen_heads
 from ..merge import LseBase
 from ..workspace import counter_bytes, softmax_stats_bytes
-from .base import LaunchBuffers, SparseMlaBatch
+from .base import LaunchBuffers, LaunchShape, SparseMlaBatch
 
 _ALIGNMENT = 16
 _GATHER_ELEMENTS = 1 << 24  # float32 elements gathered from the cache at a time
@@ -23,6 +24,11 @@ class ReferenceKernel:
 
     name: ClassVar[str] = "reference"
     lse_base: ClassVar[LseBase] = "2"
+    clears_empty_rows: ClassVar[bool] = False
+
+    def supports(self, shape: LaunchShape) -> str | None:
+        """See :class:`.base.SparseMlaKernel`."""
+        return trtllm_gen_heads(shape.heads)
 
     def launch(self, batch: SparseMlaBatch, buffers: LaunchBuffers) -> None:
         """See :class:`.base.SparseMlaKernel`.
@@ -54,8 +60,8 @@ class ReferenceKernel:
                 f"query is {batch.query.dtype} and the cache {batch.cache_rows.dtype}; the kernel "
                 "needs one dtype for both"
             )
-        if 64 < heads < 128:
-            raise ValueError(f"{heads} heads: 65 to 127 are not supported")
+        if (reason := trtllm_gen_heads(heads)) is not None:
+            raise ValueError(reason)
         if batch.cache_rows.shape[0] % batch.page_size:
             raise ValueError(
                 f"{batch.cache_rows.shape[0]} cache rows are not whole pages of {batch.page_size}"

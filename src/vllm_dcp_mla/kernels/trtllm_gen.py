@@ -8,9 +8,10 @@ from __future__ import annotations
 import inspect
 from typing import Any, ClassVar
 
+from ..capability_rules import trtllm_gen_heads
 from ..compat.flashinfer import FUNCTION, REQUIRED_ARGUMENTS
 from ..merge import LseBase
-from .base import LaunchBuffers, SparseMlaBatch
+from .base import LaunchBuffers, LaunchShape, SparseMlaBatch
 
 #: Arguments that are passed where the installed FlashInfer has them.
 COUNTERS_ARGUMENT = "multi_ctas_kv_counter_buffer"  # since 0.6.18
@@ -23,6 +24,7 @@ class TrtllmGenKernel:
 
     name: ClassVar[str] = "trtllm_gen"
     lse_base: ClassVar[LseBase] = "2"
+    clears_empty_rows: ClassVar[bool] = False
 
     def __init__(self) -> None:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla
@@ -37,6 +39,10 @@ class TrtllmGenKernel:
         self._decode = trtllm_batch_decode_with_kv_cache_mla
         self._takes_counters = COUNTERS_ARGUMENT in arguments
         self._takes_lse_base = LSE_BASE_ARGUMENT in arguments
+
+    def supports(self, shape: LaunchShape) -> str | None:
+        """See :class:`.base.SparseMlaKernel`."""
+        return trtllm_gen_heads(shape.heads)
 
     def launch(self, batch: SparseMlaBatch, buffers: LaunchBuffers) -> None:
         """See :class:`.base.SparseMlaKernel`; a NoPE batch must not hold rows without tokens."""

@@ -6,16 +6,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..capability import (
+    FLASH_ATTN_3,
     FLASHINFER,
     TABLE,
     Deployment,
     Libraries,
-    arch_name,
     refusals,
     row,
     serving,
     suggestion,
 )
+from ..capability_rules import arch_name
+from ..key_splits import partial_bytes
 from ..settings import Settings
 from ..simulate.gpus import Gpu
 from ..workspace import (
@@ -111,7 +113,7 @@ def make_plan(
     """
     if problems := request.problems():
         return Plan(request.kv_cache_dtype, problems=problems)
-    d = request.deployment(gpu, libraries, any_device=settings.kernel == "reference")
+    d = request.deployment(gpu, libraries, kernel=settings.kernel)
     if d.dcp == 1:
         return _plan_without_dcp(request, d, user_workspace)
     served_by = serving(d)
@@ -125,6 +127,8 @@ def make_plan(
         )
         heads = Workspace(heads=d.kernel_heads, stock_heads=d.heads_per_rank * d.dcp)
         return Plan(d.kv_cache_dtype, served_by, heads, flags=flags, notes=[note])
+    if served_by == FLASH_ATTN_3:
+        return _plan_partials(request, d, gpu, flags)
     try:
         split = plan_workspace(
             d.kernel_heads,
@@ -135,6 +139,24 @@ def make_plan(
     except ValueError as error:
         return Plan(d.kv_cache_dtype, served_by, problems=[str(error)])
     return _plan_split(request, d, gpu, split, user_workspace, served_by, flags)
+
+
+def _plan_partials(request: Request, d: Deployment, gpu: Gpu, flags: list[str]) -> Plan:
+    size = partial_bytes(d.dims.kv_lora_rank, gpu.sms)
+    workspace = Workspace(
+        heads=d.kernel_heads,
+        stock_heads=d.heads_per_rank * d.dcp,
+        tokens_per_launch=request.max_num_batched_tokens,
+        launches=1,
+        total_bytes=size,
+    )
+    lines = [Line("partial results of split keys", size, 0, profiled=True)]
+    same = (
+        "The workspace is the same for every model and step; it is made while the model loads, so "
+        "that memory profiling counts it."
+    )
+    notes = [same, "Stock vLLM does not serve this configuration."]
+    return Plan(d.kv_cache_dtype, FLASH_ATTN_3, workspace, lines, flags, notes)
 
 
 def _plan_split(

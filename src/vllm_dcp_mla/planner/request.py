@@ -107,8 +107,14 @@ class Request:
             return problems
         return problems + check_topology(self.tp, self.pcp, self.dcp, self.dims.heads)
 
-    def deployment(self, gpu: Gpu, libraries: Libraries, *, any_device: bool) -> Deployment:
-        """The request in the capability table's terms; its sizes must be possible."""
+    def deployment(self, gpu: Gpu, libraries: Libraries, *, kernel: str) -> Deployment:
+        """The request in the capability table's terms; its sizes must be possible.
+
+        Args:
+            gpu: the GPU it runs on.
+            libraries: what is installed there.
+            kernel: the setting ``kernel``.
+        """
         return Deployment(
             arch=gpu.arch,
             kv_cache_dtype=resolve_kv_cache_dtype(self.config, self.kv_cache_dtype, gpu.arch),
@@ -118,7 +124,7 @@ class Request:
             comm=resolve_comm(self.config, self.comm, self.pcp, self.dcp),
             dims=self.dims,
             libraries=libraries,
-            any_device=any_device,
+            kernel=kernel,
         )
 
 

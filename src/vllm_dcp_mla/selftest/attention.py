@@ -26,6 +26,7 @@ from .batch import (
     shard_cache,
 )
 from .selection import select_keys
+from .subjects import Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +56,21 @@ def run_steps(
     dcp: int,
     seed: int,
     device_type: str,
+    subject: Subject,
     fault: str | None = None,
 ) -> list[StepResult]:
     """Runs a step of each shape on this rank; compares this rank's heads with float64 attention."""
     from vllm.config import set_current_vllm_config
 
-    from ..backends.trtllm import DcpFlashInferMLASparseBackend as Backend
-
+    backend = subject.backend()
     device = world.place(rank, device_type)
-    config = world.engine_config(model_config, num_ranks, dcp, comm)
+    config = world.engine_config(model_config, num_ranks, dcp, comm, subject.kernel)
     hf = config.model_config.hf_text_config
     results = []
     with (
         set_current_vllm_config(config),
         torch.inference_mode(),
-        faults.planted(fault, Backend),
+        faults.planted(fault, backend),
     ):
         group = world.join(rank, num_ranks, dcp, folder)
         calls = observe.count_collectives(group)
@@ -80,11 +81,11 @@ def run_steps(
             config.cache_config.cache_dtype = shape.cache_dtype
             if shape.late_rank == rank:
                 time.sleep(1)
-            batch = make_batch(shape, seed)
+            batch = make_batch(shape, seed, quantizes_query=subject.quantizes_query)
             heads = shape.num_heads // num_ranks
             mine = slice(rank * heads, (rank + 1) * heads)
             builds = observe.Builds()
-            out = _attend(Backend, group, shape, batch, mine, config, seed, device, builds)
+            out = _attend(backend, group, shape, batch, mine, config, seed, device, builds)
             wanted = expected_output(shape, batch, _scale(hf))[:, mine]
             error = _worst_error(out.cpu().double(), wanted)
             seconds = time.perf_counter() - started

@@ -58,8 +58,8 @@ class Batch:
     """The tensors of a batch, whole; every rank makes the same ones from the same seed.
 
     Attributes:
-        query: ``[T, H, 576]`` bf16 or float8_e4m3fn; T includes padding.
-        keys: per request ``[L, 576]``, of the query's dtype.
+        query: ``[T, H, 576]``, of the keys' dtype or bf16; T includes padding.
+        keys: per request ``[L, 576]`` bf16 or float8_e4m3fn.
         scores: per request ``[L]`` float32, the indexer's; a token attends the best it may see.
         token_request: request of each token, without padding.
         query_scale, key_scale: value of one unit of a quantised tensor; 1 for bf16.
@@ -73,19 +73,27 @@ class Batch:
     key_scale: float
 
 
-def make_batch(shape: Shape, seed: int) -> Batch:
-    """Draws a batch."""
+def make_batch(shape: Shape, seed: int, *, quantizes_query: bool = True) -> Batch:
+    """Draws a batch.
+
+    Args:
+        shape: what it looks like.
+        seed: of the random numbers.
+        quantizes_query: whether the query has an fp8 cache's dtype.
+    """
     draw = torch.Generator().manual_seed(seed)
     fp8 = shape.cache_dtype == "fp8_e4m3"
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-    query_scale, key_scale = (0.031, 0.017) if fp8 else (1.0, 1.0)
+    query_dtype = dtype if quantizes_query else torch.bfloat16
+    key_scale = 0.017 if fp8 else 1.0
+    query_scale = 0.031 if query_dtype == torch.float8_e4m3fn else 1.0
     total = shape.num_tokens + shape.padding
 
-    def normal(*size: int, unit: float) -> torch.Tensor:
+    def normal(*size: int, unit: float, dtype: torch.dtype) -> torch.Tensor:
         return (torch.randn(*size, generator=draw) / unit).to(dtype)
 
-    query = normal(total, shape.num_heads, HEAD_DIM, unit=query_scale)
-    keys = [normal(length, HEAD_DIM, unit=key_scale) for length in shape.seq_lens]
+    query = normal(total, shape.num_heads, HEAD_DIM, unit=query_scale, dtype=query_dtype)
+    keys = [normal(length, HEAD_DIM, unit=key_scale, dtype=dtype) for length in shape.seq_lens]
     scores = [torch.rand(length, generator=draw) for length in shape.seq_lens]
     token_request = [r for r, queries in enumerate(shape.query_lens) for _ in range(queries)]
     return Batch(query, keys, scores, token_request, query_scale, key_scale)
@@ -117,7 +125,7 @@ def shard_cache(
     draw = torch.Generator().manual_seed(seed + rank)
     blocks = torch.randperm(sum(needed) + 3, generator=draw)
     cache = torch.full((len(blocks), shape.block_size, HEAD_DIM), float("nan"))
-    cache = cache.to(batch.query.dtype)
+    cache = cache.to(batch.keys[0].dtype)
     table = torch.zeros(len(lengths), width, dtype=torch.int32)
     used = 0
     for request, keys in enumerate(batch.keys):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
-
-if TYPE_CHECKING:
-    import torch
 
 #: Name on the command line: what it does.
 FAULTS = {
@@ -43,12 +40,14 @@ def _lse_base(backend: Any) -> Any:
 
 
 def _empty_row(backend: Any) -> Any:
-    def wrong(out: torch.Tensor, lse: torch.Tensor | None, counts: torch.Tensor) -> None:
-        out.masked_fill_((counts == 0)[:, None, None], 0.0)
-        if lse is not None:
-            lse.masked_fill_((counts == 0)[:, None], 0.0)
+    impl = backend.get_impl_cls()
+    right = impl.forward_mqa
 
-    return mock.patch("vllm_dcp_mla.kernels.split.clear_empty_rows", wrong)
+    def wrong(*args: Any) -> Any:
+        out, lse = right(*args)
+        return out, lse.masked_fill(lse.isneginf(), 0.0)
+
+    return mock.patch.object(impl, "forward_mqa", wrong)
 
 
 def _local_length(backend: Any) -> Any:

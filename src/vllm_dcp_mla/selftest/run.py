@@ -10,6 +10,7 @@ from ..models import load_config
 from . import world
 from .attention import StepResult, run_steps
 from .cases import cases, warm_up
+from .subjects import subject_of
 
 #: Largest accepted relative error of a token and head. Partial outputs and their weighted sum are
 #: rounded to bf16, 2^-9 of an element each time; 0.006 was seen at 8 ranks.
@@ -49,6 +50,7 @@ def run_selftest(
     dcp: int,
     interleaves: Sequence[int],
     device: str,
+    gpu: str,
     fault: str | None,
     progress: Callable[[Case], None],
 ) -> list[Case]:
@@ -59,6 +61,7 @@ def run_selftest(
         dcp: ranks that share a request's cache; divides ``tp``.
         interleaves: tokens a rank stores before the next takes over, one run each.
         device: ``cpu`` or ``cuda``, as :func:`.world.prepare` was told.
+        gpu: whose backend runs, a name of :data:`..simulate.gpus.GPUS`.
         fault: a planted fault of :data:`.faults.FAULTS`, or None.
         progress: called with each case.
 
@@ -74,7 +77,9 @@ def run_selftest(
         shapes = cases(heads, dcp, interleave)
         warmed = warm_up(heads, interleave) if device == "cuda" else ()
         steps = (*warmed, *shapes)
-        ranks = world.run_ranks(tp, run_steps, steps, model, comm, dcp, _SEED, device, fault)
+        ranks = world.run_ranks(
+            tp, run_steps, steps, model, comm, dcp, _SEED, device, subject_of(gpu), fault
+        )
         ranks = [results[len(warmed) :] for results in ranks]
         for shape, results in zip(shapes, zip(*ranks, strict=True), strict=True):
             case = _judge(f"{shape.name} ({comm}, interleave {interleave})", results)

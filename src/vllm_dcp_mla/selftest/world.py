@@ -77,12 +77,13 @@ def prepare(device_type: str) -> None:
     register()
     import vllm.model_executor.models.deepseek_v2
 
-    from ..backends import trtllm  # noqa: F401
+    from ..backends import hopper, trtllm  # noqa: F401
     from ..indexer import hooks
 
     hooks.install()
     if device_type == "cpu":
         _complete_interpreted_merge()
+        _give_interpreter_bf16_products()
 
 
 def _complete_interpreted_merge() -> None:
@@ -92,6 +93,26 @@ def _complete_interpreted_merge() -> None:
     kernel: Any = CorrectAttnCPOutKernel.kernel
     parameters = inspect.signature(kernel.fn).parameters.values()
     kernel.constexprs = [i for i, p in enumerate(parameters) if "constexpr" in str(p.annotation)]
+
+
+def _give_interpreter_bf16_products() -> None:
+    """Makes ``tl.dot`` of bf16 right, whose bit patterns Triton's interpreter multiplies."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    stock = interpreter.InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        data = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(data, tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return stock(self, widened(a), widened(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def place(rank: int, device_type: str) -> torch.device:
@@ -181,7 +202,9 @@ def _rank_main(
         pipe.close()
 
 
-def engine_config(model_config: dict[str, Any], num_ranks: int, dcp: int, comm: str) -> Any:
+def engine_config(
+    model_config: dict[str, Any], num_ranks: int, dcp: int, comm: str, kernel: str = "reference"
+) -> Any:
     """A ``VllmConfig`` of one rank, tensor parallel over all ranks, DCP over groups of them."""
     import json
 
@@ -201,7 +224,7 @@ def engine_config(model_config: dict[str, Any], num_ranks: int, dcp: int, comm: 
             max_num_seqs=16,
             distributed_executor_backend="external_launcher",
             enforce_eager=True,
-            additional_config={"dcp_mla": {"kernel": "reference"}},
+            additional_config={"dcp_mla": {"kernel": kernel}},
         ).create_engine_config()
     config.cache_config.block_size = 64  # the CPU platform overrules it for its own backend
     return config

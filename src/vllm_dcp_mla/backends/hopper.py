@@ -1,0 +1,179 @@
+"""SM90: FLASH_ATTN_MLA_SPARSE, the first sparse backend that vLLM asks there.
+
+Stock has no backend that serves DCP from a bf16 or fp8_e4m3 cache on Hopper. This one reads the
+query packed and in bf16, and dequantises a cache in the kernel.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
+from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
+    FlashAttnMLASparseBackend,
+    FlashAttnMLASparseMetadata,
+    FlashAttnMLASparseMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
+
+from .. import device_buffer
+from ..compat import a2a, flat_cache
+from ..kernels import load_kernel, triton_decode
+from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
+from ..kernels.split import clear_empty_rows
+from ..key_splits import head_blocks
+from ..settings import load_settings
+from ..topology import gathered_heads
+from ..warmup import register_indexer_kernels, warm
+from .batches import packed, sparse_batch
+from .refusing import CapabilityTableMixin
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionLayer
+
+logger = init_logger("vllm.dcp_mla.hopper")
+
+#: Kernels for steps that fill the GPU without splitting keys, best first.
+_FULL_STEPS = ("flashmla", "flash_attn3")
+
+
+class DcpFlashAttnMLASparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
+    """A kernel that splits keys for small steps, the fastest that takes the shape for others."""
+
+    supports_dcp = True
+    can_return_lse_for_decode = True
+    lse_base_on_e = True
+    # Every token brings its own top-k row, filtered by rank and interleave, and the indexer bounds
+    # each token's keys after MTP tokens are expanded: no interleave is special.
+    supports_mtp_with_cp_non_trivial_interleave_size = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        parallel = config.parallel_config
+        self._is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
+        if self.kv_cache_dtype == "fp8":
+            logger.info_once(
+                "The fp8 KV cache is fp8_e4m3 with one scale: FLASHMLA_SPARSE does not serve "
+                "fp8_ds_mla in this configuration."
+            )
+        heads = gathered_heads(
+            self.num_heads,
+            parallel.tensor_parallel_size,
+            parallel.prefill_context_parallel_size,
+            parallel.decode_context_parallel_size,
+        )
+        self._shape = LaunchShape(
+            heads=heads,
+            topk=config.model_config.hf_text_config.index_topk,
+            cache_dtype=torch.float8_e4m3fn if self._is_quantized else torch.bfloat16,
+            dims=MlaDims(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim),
+        )
+        device = device_buffer.kernel_device()
+        sms = device_buffer.num_sms(device)
+        forced = load_settings(config.additional_config).kernel
+        self._small, self._full = _choose_kernels(self._shape, forced, sms)
+        # Up to this many tokens all thread blocks run at once, and keys can be split.
+        self._small_tokens = sms // head_blocks(heads)
+        self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
+        triton_decode.warm_up(
+            self._shape.cache_dtype, self._shape.dims, partial(warm, config, device)
+        )
+        register_indexer_kernels(config)
+        flat_cache.install(DcpFlashAttnMLASparseBackend)
+        a2a.install()
+
+    def _forward_mqa_kernel(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        valid_counts: torch.Tensor,
+        *,
+        layer: AttentionLayer,
+        block_size: int,
+        is_decode: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query = packed(q)
+        batch = sparse_batch(
+            query,
+            kv_cache.view(self._shape.cache_dtype),
+            topk_indices,
+            valid_counts,
+            block_size=block_size,
+            softmax_scale=self.scale,
+            query_scale=1.0,
+            # A checkpoint may hold scales that a bf16 cache was never quantised with.
+            cache_scale=layer._k_scale_float if self._is_quantized else 1.0,
+            dims=self._shape.dims,
+            with_lse=self.need_to_return_lse_for_decode,
+        )
+        if query.shape[0]:
+            kernel = self._small if query.shape[0] <= self._small_tokens else self._full
+            kernel.launch(batch, self._buffers)
+            if not kernel.clears_empty_rows:
+                clear_empty_rows(batch.out, batch.lse, batch.counts)
+        return batch.out, batch.lse
+
+
+def _choose_kernels(
+    shape: LaunchShape, forced: str, num_sms: int
+) -> tuple[SparseMlaKernel, SparseMlaKernel]:
+    """The kernels of small steps and of those that fill the GPU.
+
+    Raises:
+        ValueError: the forced kernel does not take the shape.
+    """
+    if forced != "auto":
+        kernel = load_kernel(forced, num_sms=num_sms)
+        if (reason := kernel.supports(shape)) is not None:
+            raise ValueError(f"The forced kernel {forced} does not serve this model: {reason}.")
+        return kernel, kernel
+    splitting = load_kernel("triton_decode", num_sms=num_sms)
+    for name in _FULL_STEPS:
+        try:
+            kernel = load_kernel(name)
+        except ImportError as error:
+            logger.info_once("Not used: %s", str(error))
+            continue
+        if kernel.supports(shape) is None:
+            return splitting, kernel
+    return splitting, splitting
+
+
+class DcpFlashAttnMLASparseBuilder(FlashAttnMLASparseMetadataBuilder):
+    """Metadata of FLASH_ATTN_MLA_SPARSE."""
+
+    def _init_reorder_batch_threshold(
+        self,
+        reorder_batch_threshold: int | None = 1,
+        supports_spec_as_decode: bool = False,
+        supports_dcp_with_varlen: bool = False,
+    ) -> None:
+        # Stock's class does not say that its decodes may have several tokens under DCP; MTP's
+        # verification would run as prefill.
+        super()._init_reorder_batch_threshold(
+            reorder_batch_threshold, supports_spec_as_decode, supports_dcp_with_varlen=True
+        )
+
+
+class DcpFlashAttnMLASparseBackend(CapabilityTableMixin, FlashAttnMLASparseBackend):
+    """FLASH_ATTN_MLA_SPARSE on SM90 under DCP."""
+
+    stock_refuses_dcp = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*("auto", "bfloat16", "fp8", "fp8_e4m3")]
+
+    @staticmethod
+    def get_impl_cls() -> type[DcpFlashAttnMLASparseImpl]:
+        """The implementation vLLM builds for each layer."""
+        return DcpFlashAttnMLASparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[DcpFlashAttnMLASparseBuilder]:
+        """The builder vLLM makes for each group of layers."""
+        return DcpFlashAttnMLASparseBuilder

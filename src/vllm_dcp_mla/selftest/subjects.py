@@ -1,0 +1,42 @@
+"""The backend classes that ``selftest`` runs: those of the GPU that is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ..simulate.gpus import GPUS
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One of this package's backends.
+
+    Attributes:
+        module: its module, below ``vllm_dcp_mla.backends``.
+        cls: its class.
+        kernel: the attention kernel, one that also runs without a GPU.
+        quantizes_query: whether vLLM hands it queries of an fp8 cache's dtype.
+    """
+
+    module: str
+    cls: str
+    kernel: str
+    quantizes_query: bool
+
+    def backend(self) -> Any:
+        """The class itself."""
+        return getattr(import_module(f"vllm_dcp_mla.backends.{self.module}"), self.cls)
+
+
+#: By major compute capability.
+_SUBJECTS = {
+    10: Subject("trtllm", "DcpFlashInferMLASparseBackend", "reference", quantizes_query=True),
+    9: Subject("hopper", "DcpFlashAttnMLASparseBackend", "triton_decode", quantizes_query=False),
+}
+
+
+def subject_of(gpu: str) -> Subject:
+    """The subject for a name of :data:`..simulate.gpus.GPUS`."""
+    return _SUBJECTS[GPUS[gpu].arch[0]]

@@ -1,0 +1,174 @@
+"""The three kernels of the Hopper class on an SM90 GPU; run with ``pytest tests/gpu -m gpu``."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.skipif(not SM90, reason="no SM90 GPU here"),
+]
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from kernel_batches import NOPE, ROPE, expected, make_batch, make_partials  # noqa: E402
+from kernel_checks import CACHES, agrees_with_float64, check, launch  # noqa: E402
+
+CUDA = "cuda"
+KERNELS = ("triton_decode", "flashmla", "flash_attn3")
+
+
+def sms():
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def kernel(name):
+    from vllm_dcp_mla.kernels import load_kernel
+
+    return load_kernel(name, num_sms=sms())
+
+
+def agrees(name, tokens, heads, topk, **changes):
+    changes = {"cache": "bf16", **changes}
+    agrees_with_float64(kernel(name), tokens, heads, topk, num_sms=sms(), device=CUDA, **changes)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 13, 24, 64, 65, 128])
+@pytest.mark.parametrize("cache", sorted(CACHES))
+@pytest.mark.parametrize("dims", [ROPE, NOPE], ids=["rope", "nope"])
+def test_triton_decode_at_any_head_count(heads, cache, dims):
+    for tokens, topk in ((1, 1), (1, 2048), (3, 300), (9, 512), (140, 128), (200, 63)):
+        agrees("triton_decode", tokens, heads, topk, cache=cache, dims=dims, seed=tokens + topk)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("name", ["flashmla", "flash_attn3"])
+def test_shipped_kernels_and_the_base_of_their_lse(name, heads):
+    for tokens, topk in ((1, 128), (1, 2048), (5, 512), (140, 128)):
+        agrees(name, tokens, heads, topk, seed=tokens + topk)
+
+
+@pytest.mark.parametrize("heads", [1, 13, 24, 65])
+def test_flash_attn3_at_odd_head_counts(heads):
+    for tokens, topk in ((1, 300), (5, 512), (140, 63)):
+        agrees("flash_attn3", tokens, heads, topk, seed=tokens + topk)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_rows_apart(name):
+    agrees(name, 6, 64, 256, row_gap=64)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_row_empty(name):
+    batch = make_batch(4, 64, 128, counts=[0] * 4, device=CUDA)
+    launch(kernel(name), batch, sms())
+    check(kernel(name), batch)
+
+
+@pytest.mark.parametrize("cache", sorted(CACHES))
+def test_rows_past_two_to_the_31_elements(cache):
+    rows = (1 << 31) // 576 + 1000
+    dtype = CACHES[cache]
+    batch = make_batch(3, 64, 128, dtype=dtype, query_dtype=torch.bfloat16, device=CUDA)
+    big = torch.empty(rows, 576, dtype=dtype, device=CUDA)
+    shift = rows - batch.cache_rows.shape[0]
+    big[shift:] = batch.cache_rows
+    moved = replace(batch, cache_rows=big, topk=torch.where(batch.topk < 0, -1, batch.topk + shift))
+    launch(kernel("triton_decode"), moved, sms())
+    check(kernel("triton_decode"), batch_like(batch, moved))
+
+
+def batch_like(batch, launched):
+    """The small batch with the results of the big one."""
+    return replace(batch, out=launched.out, lse=launched.lse)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("tokens", [2, 100])
+def test_in_a_cuda_graph_with_other_keys_at_each_replay(name, tokens):
+    batch = make_batch(tokens, 64, 256, device=CUDA, seed=1)
+    buffers = make_partials(sms(), CUDA)
+    made = kernel(name)
+    made.launch(batch, buffers)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made.launch(batch, buffers)
+    for seed in (2, 3):
+        other = make_batch(tokens, 64, 256, device=CUDA, seed=seed)
+        for field in ("query", "topk", "counts", "out", "lse", "cache_rows"):
+            getattr(batch, field).copy_(getattr(other, field))
+        graph.replay()
+        if not made.clears_empty_rows:
+            from vllm_dcp_mla.kernels.split import clear_empty_rows
+
+            clear_empty_rows(batch.out, batch.lse, batch.counts)
+        check(made, batch)
+
+
+def test_nothing_waits_for_the_gpu_and_nothing_compiles_after_warm_up():
+    import triton
+
+    from vllm_dcp_mla.kernels import triton_decode
+
+    for dtype in CACHES.values():
+        triton_decode.warm_up(dtype, ROPE, lambda kernel, *args: kernel.warmup(*args))
+    compiled = []
+    hook = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
+    buffers = make_partials(sms(), CUDA)
+    try:
+        for tokens, heads, topk in ((1, 64, 128), (2, 1, 1), (16, 16, 16), (200, 65, 63)):
+            for dtype in CACHES.values():
+                batch = make_batch(
+                    tokens, heads, topk, dtype=dtype, query_dtype=torch.bfloat16, device=CUDA
+                )
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    kernel("triton_decode").launch(batch.tokens(slice(tokens // 3, None)), buffers)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = hook
+    assert compiled == []
+
+
+def test_memory_that_is_not_aligned_is_refused():
+    batch = make_batch(2, 64, 128, device=CUDA)
+    memory = torch.zeros(batch.cache_rows.numel() + 1, dtype=torch.bfloat16, device=CUDA)
+    crooked = replace(batch, cache_rows=memory[1:].view_as(batch.cache_rows))
+    with pytest.raises(ValueError, match="cache_rows lies at"):
+        kernel("triton_decode").launch(crooked, make_partials(sms(), CUDA))
+
+
+@pytest.mark.parametrize("name", ["flashmla", "flash_attn3"])
+def test_what_the_library_says_of_rows_without_keys(name):
+    """What :func:`..kernels.split.clear_empty_rows` is for; a change here is no fault of ours."""
+    batch = make_batch(2, 64, 128, counts=[0, 5], device=CUDA)
+    kernel(name).launch(batch, make_partials(sms(), CUDA))
+    lse = batch.lse[0].cpu()
+    print(f"\n{name}: LSE {lse[0].item()}, out {batch.out[0, 0, 0].item()} without keys")
+    assert not torch.isfinite(lse).any() or bool((lse < -1e30).all())
+    assert math.isfinite(float(batch.lse[1, 0]))
+
+
+def test_splits_change_nothing_but_rounding():
+    from vllm_dcp_mla.kernels import load_kernel
+
+    batch = make_batch(2, 64, 2048, device=CUDA, seed=5)
+    results = []
+    for pretended in (1, 16, sms()):
+        other = replace(batch, out=torch.empty_like(batch.out), lse=torch.empty_like(batch.lse))
+        load_kernel("triton_decode", num_sms=pretended).launch(other, make_partials(sms(), CUDA))
+        results.append(other)
+    out, lse = expected(batch)
+    for result in results:
+        torch.testing.assert_close(result.out.cpu().double(), out, rtol=2**-7, atol=8e-3)
+        torch.testing.assert_close(
+            result.lse.cpu().double(), lse * math.log(2.0), rtol=1e-4, atol=1e-3
+        )
