@@ -36,15 +36,17 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    from . import __version__
+    from .compat import dcp_order
+
     reason = why_off()
     if reason is not None:
         logger.warning("vllm-dcp-mla is off: %s", reason)
         return
     _announce_environment()
+    dcp_order.install()
     served = _override_members()
     register_alias()
-    from . import __version__
-
     logger.info(
         "vllm-dcp-mla %s serves sparse MLA under decode context parallelism: %s, %s.",
         __version__,

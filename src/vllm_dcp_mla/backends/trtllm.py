@@ -7,6 +7,7 @@ are split along tokens, so that a bounded workspace, made while the model loads,
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
 )
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
     FlashInferMLASparseImpl,
+    FlashInferMLASparseMetadata,
     FlashInferMLASparseMetadataBuilder,
     FlashInferMLASparseTRTLLMBackend,
     FlashInferMLASparseTRTLLMMetadataBuilder,
@@ -33,14 +35,16 @@ from ..settings import load_settings, user_workspace_bytes
 from ..topology import gathered_heads
 from ..workspace import WorkspacePlan
 from .batches import packed, sparse_batch
+from .gather import PcpGatherMixin
+from .gather_metadata import GatherBuilderMixin, GatherFields
 from .refusing import CapabilityTableMixin, current_settings
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
 
 
-class _SplitLaunchImpl(FlashInferMLASparseImpl):
-    """Stock's implementation with the kernel call replaced."""
+class _SplitLaunchImpl(PcpGatherMixin, FlashInferMLASparseImpl):
+    """Stock's implementation with the kernel call replaced, and prefill rows under PCP."""
 
     # Every token brings its own top-k row, filtered by rank and interleave, and the indexer bounds
     # each token's keys after MTP tokens are expanded: no interleave is special.
@@ -64,12 +68,14 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
         )
         self._buffers, plan = self._acquire(heads)
         self._plans = {heads: plan}
+        self._init_gather()
         agreement.check(
             config,
             backend=type(self).__name__,
             kernel=self._kernel.name,
             heads=heads,
             tokens_per_launch=plan.tokens_per_launch,
+            gather_rows=self.gather_plan.rows_per_rank if self.gather_plan else 0,
             kv_cache_dtype=self.kv_cache_dtype,
         )
         sleep.install()
@@ -92,6 +98,9 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
         counts: torch.Tensor,
         layer: AttentionLayer,
         block_size: int,
+        *,
+        out: torch.Tensor | None = None,
+        with_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attends T tokens.
 
@@ -102,9 +111,11 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
             counts: ``[T]`` int32.
             layer: holds the checkpoint's scales.
             block_size: rows of a block.
+            out: ``[T, H, kv_lora_rank]`` bf16 to write to; None makes one.
+            with_lse: whether the LSE is wanted under DCP.
 
         Returns:
-            ``out [T, H, kv_lora_rank]`` bf16 and, under DCP, ``lse [T, H]`` float32 in the base
+            ``out [T, H, kv_lora_rank]`` bf16 and, where wanted, ``lse [T, H]`` float32 in the base
             that this class declares.
         """
         query = packed(q)
@@ -120,7 +131,8 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
             query_scale=layer._q_scale_float if quantized else 1.0,
             cache_scale=layer._k_scale_float if quantized else 1.0,
             dims=self._dims,
-            with_lse=self.need_to_return_lse_for_decode,
+            with_lse=with_lse and self.need_to_return_lse_for_decode,
+            out=out,
         )
         heads, lse = query.shape[1], batch.lse
         if heads not in self._plans:
@@ -144,8 +156,15 @@ class _SplitLaunchImpl(FlashInferMLASparseImpl):
         return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
 
 
-class _NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):
+@dataclass
+class DcpFlashInferMLASparseMetadata(FlashInferMLASparseMetadata, GatherFields):
+    """Stock's metadata, and what prefill rows gather under PCP."""
+
+
+class _NoSlabBuilder(GatherBuilderMixin, FlashInferMLASparseTRTLLMMetadataBuilder):
     """Stock's builder without the workspace it allocates under DCP."""
+
+    metadata_cls = DcpFlashInferMLASparseMetadata
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -181,6 +200,8 @@ class DcpFlashInferMLASparseBackend(
     _AnyDeviceMixin, CapabilityTableMixin, FlashInferMLASparseTRTLLMBackend
 ):
     """FLASHINFER_MLA_SPARSE on SM100 under DCP."""
+
+    stock_refuses_pcp_with_dcp = True
 
     @staticmethod
     def get_impl_cls() -> type[DcpFlashInferMLASparseImpl]:
@@ -232,6 +253,8 @@ class DcpFlashAttnMLASparseFA4Backend(
     _AnyDeviceMixin, CapabilityTableMixin, FlashAttnMLASparseFA4Backend
 ):
     """FLASH_ATTN_MLA_SPARSE_FA4 on SM100 under DCP; it shares the workspace."""
+
+    stock_refuses_pcp_with_dcp = True
 
     @staticmethod
     def get_impl_cls() -> type[DcpFlashAttnMLASparseFA4Impl]:

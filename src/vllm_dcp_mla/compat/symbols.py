@@ -34,6 +34,7 @@ _DEEP_GEMM = "vllm/utils/deep_gemm.py"
 _WARMUP = "vllm/model_executor/warmup/jit_warmup.py"
 _GROUPS = "vllm/distributed/parallel_state.py"
 _AUTOTUNE = "vllm/model_executor/warmup/flashinfer_autotune_cache.py"
+_ATTENTION_UTILS = "vllm/v1/attention/backends/utils.py"
 _TRITON = "vllm/model_executor/warmup/jit_warmup_triton_helper.py"
 
 _CHUNK_ARGS = (
@@ -88,6 +89,33 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_SPARSE, "SparseMLACommonImpl._forward_mqa_kernel", (*_KERNEL_ARGS, "valid_counts")),
     Symbol(_SPARSE, "SparseMLACommonMetadataBuilder.__init__", _BUILDER_ARGS),
     Symbol(_UTILS, "flat_kv_row_view", ("kv_cache", "block_size")),
+    Symbol(_UTILS, "request_row_bounds", ("req_idx",)),
+    Symbol(
+        _UTILS,
+        "triton_convert_req_index_to_global_index",
+        (
+            *("BLOCK_SIZE", "BLOCK_STRIDE_ROWS", "NUM_TOPK_TOKENS", "HAS_PREFILL_WORKSPACE"),
+            *("prefill_workspace_request_ids", "prefill_workspace_starts"),
+            *("prefill_workspace_rank_stride", "dcp_size", "dcp_rank"),
+            *("cp_kv_cache_interleave_size", "return_valid_counts"),
+        ),
+    ),
+    Symbol(
+        "vllm/v1/attention/ops/merge_attn_states.py",
+        "merge_attn_states",
+        (
+            *("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse"),
+            "output_lse",
+        ),
+    ),
+    Symbol(_ATTENTION_UTILS, "get_dcp_local_seq_lens"),
+    Symbol("vllm/utils/torch_utils.py", "async_tensor_h2d", ("data", "device")),
+    Symbol(_BACKEND, "CommonAttentionMetadata.dcp_local_seq_lens_cpu_upper_bound"),
+    Symbol(_BACKEND, "CommonAttentionMetadata.req_idx"),
+    Symbol(_GROUPS, "get_tp_group"),
+    Symbol(_GROUPS, "init_model_parallel_group", ("group_ranks", "group_name")),
+    Symbol(_GROUPS, "GroupCoordinator.device_group"),
+    Symbol(_FLASHINFER, "FlashInferMLASparseMetadata"),
     Symbol(_FLASHINFER, "FlashInferMLASparseTRTLLMBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_FLASHINFER, "FlashInferMLASparseMetadataBuilder.__init__", _BUILDER_ARGS),
     Symbol(_FLASHINFER, "FlashInferMLASparseTRTLLMMetadataBuilder.__init__", _BUILDER_ARGS),
