@@ -55,9 +55,9 @@ def pcp_cases(num_heads: int, pcp: int, dcp: int, interleave: int) -> tuple[Shap
     few = max(dcp - 1, 1)
 
     def shape(
-        name: str, lens: Sequence[int], queries: Sequence[int], decodes: int, **more: Any
+        name: str, lens: tuple[int, ...], queries: tuple[int, ...], decodes: int, **more: Any
     ) -> Shape:
-        return Shape(name, tuple(lens), tuple(queries), decodes, num_heads, interleave, **more)
+        return Shape(name, lens, queries, decodes, num_heads, interleave, **more)
 
     return (
         shape("decode", (5, 1, 700, 65), (1, 1, 1, 1), 4),

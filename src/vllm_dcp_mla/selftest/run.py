@@ -111,10 +111,9 @@ def _runs(sizes: world.Sizes, interleaves: Sequence[int]) -> list[_Run]:
         return [*(run("ag_rs", i) for i in interleaves), run("a2a", interleaves[0])]
     # A few rows of each rank at a time, and results of a few tokens: contexts are cut everywhere.
     few = [
-        run("ag_rs", i, ", gathered in ranges", gather_limit_bytes=_few_rows(sizes, i))
-        for i in interleaves
+        run("ag_rs", i, ", in ranges", gather_limit_bytes=_few_rows(sizes, i)) for i in interleaves
     ]
-    return [*few, run("ag_rs", interleaves[0], ", gathered whole")]
+    return [*few, run("ag_rs", interleaves[0], ", whole")]
 
 
 def _few_rows(sizes: world.Sizes, interleave: int) -> int:
