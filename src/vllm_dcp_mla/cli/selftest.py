@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..compat.installed import package_folder
 from ..planner.request import IMPOSSIBLE, UNREADABLE
-from ..selftest.faults import FAULTS
+from ..selftest.faults import FAULTS, PCP_FAULTS, SPANNING_FAULTS
 from ..selftest.world import Sizes
 from ..simulate.gpus import GPUS
 from ..topology import check_topology
@@ -76,6 +76,10 @@ def selftest(
         problems = check_topology(sizes.tp, sizes.pcp, sizes.dcp, heads=max(8, 2 * sizes.tp))
     if sizes.dcp == 1 and not problems:
         problems = ["--dcp is 1: there is nothing to share; use 2 or more."]
+    if fault in PCP_FAULTS and sizes.pcp == 1:
+        problems.append(f"--break is {fault}, which shows with PCP only; add --pcp 2.")
+    if fault in SPANNING_FAULTS and sizes.dcp <= sizes.pcp:
+        problems.append(f"--break is {fault}; it needs --tp 2 --pcp 2 --dcp 4, or larger.")
     if package_folder("vllm") is None:
         problems.append("vLLM is not installed; run pip install 'vllm-dcp-mla[vllm]'.")
     if problems:
