@@ -116,7 +116,9 @@ def acquire_gather(device: torch.device, **sizes: int) -> tuple[torch.Tensor, Ga
         ValueError: not one turn of the interleave fits; the message names the bytes needed.
     """
     buffer = _GATHERED.get(device)
-    plan = plan_gather(**sizes, workspace_bytes=None if buffer is None else buffer.numel())
+    plan = plan_gather(**sizes)
+    if buffer is not None and plan.total_bytes > buffer.numel():
+        plan = plan_gather(**sizes, workspace_bytes=buffer.numel())
     if buffer is None:
         buffer = torch.empty(plan.total_bytes, dtype=torch.uint8, device=device)
         _GATHERED[device] = buffer

@@ -24,7 +24,7 @@ TOPOLOGIES = {
     "PCP4 DCP4": (1, 4, 4),
 }
 #: Tokens of a step and models (heads a rank) of the workspace table, at TP8 DCP8.
-STEPS = (4096, 8192, 16384, 32768)
+STEPS = (4096, 16384, 32768)
 HEADS_PER_RANK = {"GLM-5.2": 8, "DeepSeek-V3.2": 16}
 
 

@@ -19,7 +19,7 @@ for question in json.load(sys.stdin):
 
 
 def ask(questions, **env):
-    """Answers of ``simulate.selection`` to its questions, whose model is a name; one GPU for all."""
+    """Answers to ``simulate.selection``'s questions, whose model is a name; one GPU for all."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],
         input=json.dumps(questions),

@@ -32,7 +32,7 @@ def test_ours_is_picked_for_the_caches_that_stock_does_not_serve(gpu):
         assert (ours["cls"] or "").startswith(CLASSES[gpu]), (sizes, cache, ours["refused"])
         if gpu == "b200":
             assert ours["kv_cache_dtype"] == {"auto": "fp8_e4m3"}.get(cache, cache)
-        # Stock has nothing for fp8_e4m3; it calls FlashMLA's class valid for bf16, and raises later.
+        # Stock has nothing for fp8_e4m3; for bf16 it calls FlashMLA's class valid, which raises.
         fp8 = ours["kv_cache_dtype"] == "fp8_e4m3"
         assert theirs["picked"] == (None if fp8 else "FLASHMLA_SPARSE")
 
