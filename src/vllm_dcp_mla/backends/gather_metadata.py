@@ -157,7 +157,8 @@ def plan_step(
     counts = np.array([n for chunk in chunks for n in chunk.rows], dtype=np.int32)
     starts = np.repeat([c.start for c in chunks], [len(c.rows) for c in chunks]).astype(np.int32)
     shifts = starts - (np.cumsum(counts, dtype=np.int32) - counts)
-    tables = [packed.add(a) for a in (first_rows[segments].astype(np.int32), shifts, counts)]
+    table_row = packed.add(first_rows[segments].astype(np.int32))
+    row_shift, row_counts = packed.add(shifts), packed.add(counts)
     here = packed.to(device)
     return GatherStep(
         [
@@ -165,7 +166,9 @@ def plan_step(
             for chunk, (tokens, of_token, row_starts, rows) in zip(chunks, parts, strict=True)
         ],
         sent,
-        *(here[table] for table in tables),
+        here[table_row],
+        here[row_shift],
+        here[row_counts],
     )
 
 

@@ -74,9 +74,7 @@ class Rehearsal:
             return cover(kernel)
         gpu = machine.gpus[0]
         local = Gpu(_slug(gpu.name), gpu.arch, 1, gpu.total_bytes)
-        deployment = self.request.deployment(
-            local, libraries_here(), any_device=kernel == "reference"
-        )
+        deployment = self.request.deployment(local, libraries_here(), kernel=kernel)
         if deployment.dcp > 1 and serving(deployment) is None:
             problem = (
                 f"Nothing serves this on {gpu.name}: {explain(FLASHINFER, deployment)}. "
