@@ -14,7 +14,7 @@ from readme_tables import HEADS_PER_RANK, README, STEPS, updated
 
 import vllm_dcp_mla
 from vllm_dcp_mla import plan_workspace, stock_workspace_bytes
-from vllm_dcp_mla.capability import TABLE, serving
+from vllm_dcp_mla.capability import TABLE, row, serving
 from vllm_dcp_mla.compat.libraries import ASSUMED
 from vllm_dcp_mla.compat.versions import TESTED
 from vllm_dcp_mla.planner.request import RawRequest, read_request
