@@ -123,7 +123,7 @@ class PcpGatherMixin:
         rows, block_stride = flat_kv_row_view(kv_cache, metadata.block_size)
         step: GatherStep = metadata.gather
         sent = step.cache_rows(metadata.block_table, metadata.block_size, block_stride)
-        lse = torch.empty(0)
+        lse = None
         for chunk in step.chunks:
             keys = self._gather(chunk, rows.view(_WORD), sent)
             # Every rank gathers every chunk, also one that holds none of its rows.
@@ -179,8 +179,8 @@ class PcpGatherMixin:
 
     def _attend_range(
         self: Any, part: _Range, layer: AttentionLayer, *, with_lse: bool
-    ) -> torch.Tensor:
-        """Writes ``part.out``; returns the natural LSE ``[T, H]``, empty where it is not wanted."""
+    ) -> torch.Tensor | None:
+        """Writes ``part.out``; returns the natural LSE ``[T, H]`` where it is wanted."""
         _, lse = self._attend(
             part.query,
             part.keys,
@@ -191,9 +191,7 @@ class PcpGatherMixin:
             out=part.out,
             with_lse=with_lse,
         )
-        if lse is None:
-            return torch.empty(0)
-        return lse if self.lse_base_on_e else lse.mul_(math.log(2.0))
+        return lse if lse is None or self.lse_base_on_e else lse.mul_(math.log(2.0))
 
     def _merge_range(self: Any, part: _Range, lse: torch.Tensor, layer: AttentionLayer) -> None:
         """Attends a later range of a request; merges it into ``part.out`` and ``lse``, in place."""
@@ -207,16 +205,16 @@ class PcpGatherMixin:
             piece.out = partial_outs[: len(out)]
             partial_lse = self._attend_range(piece, layer, with_lse=True)
             # Not in place: threads of a head read the old LSE when another may have written.
-            merged_lse = torch.empty_like(partial_lse)
+            merged_lse = torch.empty_like(partial_lse.T, memory_format=torch.contiguous_format)
             merge_attn_states(
                 output=out,
                 prefix_output=out,
-                prefix_lse=lse[some].T,
+                prefix_lse=lse[some].T.contiguous(),
                 suffix_output=piece.out,
-                suffix_lse=partial_lse.T,
-                output_lse=merged_lse.T,
+                suffix_lse=partial_lse.T.contiguous(),
+                output_lse=merged_lse,
             )
-            lse[some] = merged_lse
+            lse[some] = merged_lse.T
 
 
 @dataclass(slots=True)
