@@ -42,10 +42,10 @@ if not report["ok"] or not str(name).startswith("vllm_dcp_mla."):
 workspace() {
   echo 'Bytes of the attention workspace of a rank, by --max-num-batched-tokens.'
   printf '%-14s%-10s%8s%16s%16s%10s\n' model cache tokens 'stock vLLM' vllm-dcp-mla launches
-  local status=0 model tokens
+  local status=0 tokens
   for tokens in 8192 32768; do
-    sizes glm-5.2 fp8_e4m3 $tokens || status=1
-    sizes glm-5.2 bfloat16 $tokens || status=1
+    sizes glm-5.2-fp8 fp8_e4m3 $tokens || status=1
+    sizes glm-5.2-fp8 bfloat16 $tokens || status=1
     sizes deepseek-v3.2 auto $tokens || status=1
   done
   return $status

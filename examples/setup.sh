@@ -4,11 +4,12 @@
 #
 #   PYTHON        the Python to use (3.11 to 3.13); left out: the first one found
 #   DCP_MLA_VENV  folder of the environment; left out: .venv in the repository
+#   DCP_MLA_VLLM  release of vLLM; left out: 0.33.0
 set -euo pipefail
 
 # Older releases of cuda-python ship files that belong to cuda-bindings since 12.8; beside a newer
 # cuda-bindings, which resolvers like to pick, the one that is installed last breaks FlashInfer.
-readonly PACKAGES=('vllm==0.33.0' 'cuda-python>=12.8')
+readonly PACKAGES=("vllm==${DCP_MLA_VLLM:-0.33.0}" 'cuda-python>=12.8')
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${DCP_MLA_VENV:-$root/.venv}
 [[ $venv == /* ]] || venv=$PWD/$venv

@@ -12,6 +12,18 @@ settings.load_profile("default")
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
+def pytest_addoption(parser):
+    parser.addoption("--support-file", help="Write what the installed vLLM's support is to a file.")
+
+
+def pytest_configure(config):
+    file = config.getoption("--support-file")
+    if file:
+        from support import Recorder
+
+        config.pluginmanager.register(Recorder(file))
+
+
 def pytest_collection_modifyitems(items):
     if HAS_VLLM:
         return

@@ -1,13 +1,81 @@
 #!/usr/bin/env bash
-# Everything that needs no GPU: style, types, and all tests beside stock vLLM, with coverage.
-# Arguments go to pytest. No test at all is a failure.
+# Everything that needs no GPU.
+#
+#   tests/run.sh [PYTEST ARGUMENTS]    style, types, and all tests beside vLLM 0.33.0, with coverage
+#   tests/run.sh --vllm 0.29.0 [...]   unit, selection and self-tests beside an older release, in an
+#                                      environment that is made for it and removed afterwards
+#   tests/run.sh --every-release       the first, then the second for each older release; fails when
+#                                      tests/support.json says something else of one
+#
+# No test at all is a failure.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$("$root/examples/setup.sh")
-export PATH="$venv/bin:$PATH"
-cd "$root"
-ruff check
-ruff format --check
-mypy
-exec python -m pytest --cov --cov-report=term:skip-covered "$@"
+outcomes=$root/build/support
+readonly SECONDS_A_RELEASE=600
+# What is about the repository and not about a release, what needs a GPU, and what is of the newest
+# release only: started engines, the plan's figures, the examples' flags, what a server's log says.
+readonly NOT_BY_RELEASE=(
+  --ignore tests/packaging --ignore tests/readme --ignore tests/gpu
+  --ignore tests/serve --ignore tests/rehearse --ignore tests/examples
+  --ignore tests/cli/test_cli_rehearse.py --ignore tests/planner/test_planner_stock.py
+  --ignore tests/doctor/test_server_log.py
+)
+
+newest_release() {
+  local venv
+  venv=$("$root/examples/setup.sh")
+  export PATH="$venv/bin:$PATH"
+  cd "$root"
+  ruff check
+  ruff format --check
+  mypy
+  if (($#)); then # a part says nothing of a release
+    python -m pytest --cov --cov-report=term:skip-covered "$@"
+    return
+  fi
+  rm -rf "$outcomes"
+  python -m pytest --cov --cov-report=term:skip-covered --support-file="$outcomes/newest.json"
+  python tests/support.py "$outcomes/newest.json"
+}
+
+older_release() {
+  local release=$1
+  shift
+  export DCP_MLA_VLLM=$release DCP_MLA_VENV=$root/.venv-$release
+  trap 'rm -rf "$DCP_MLA_VENV"' EXIT
+  # Where nobody uses the downloads again, they go with the environment.
+  [[ -z ${CI:-} ]] || export UV_CACHE_DIR=$DCP_MLA_VENV/cache
+  "$root/examples/setup.sh" >/dev/null
+  cd "$root"
+  local python=$DCP_MLA_VENV/bin/python file=$outcomes/$release.json
+  if (($#)); then
+    "$python" -m pytest "${NOT_BY_RELEASE[@]}" "$@"
+    return
+  fi
+  "$python" -m pytest "${NOT_BY_RELEASE[@]}" --support-file="$file"
+  "$python" tests/support.py "$file"
+}
+
+every_release() {
+  newest_release
+  local older release failed=()
+  older=$(python -c '
+from vllm_dcp_mla.compat.releases import RELEASES
+print(*(f"{release.series}.0" for release in RELEASES[:-1]))')
+  for release in $older; do
+    echo "vLLM $release"
+    timeout --kill-after=60 "$SECONDS_A_RELEASE" "$root/tests/run.sh" --vllm "$release" ||
+      failed+=("$release")
+  done
+  if ((${#failed[@]})); then
+    echo "failed with vLLM ${failed[*]}" >&2
+    return 1
+  fi
+}
+
+case ${1:-} in
+  --vllm) older_release "${@:2}" ;;
+  --every-release) every_release ;;
+  *) newest_release "$@" ;;
+esac

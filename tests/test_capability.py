@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from vllm_dcp_mla import capability as cap
 from vllm_dcp_mla import check_topology
+from vllm_dcp_mla.compat.releases import RELEASES, release_of
 
 LIBRARIES = cap.Libraries(flashinfer="0.7.2.post1", flashmla=True, flash_attn_4=True)
 GLM = cap.ModelDims(64, 512, 192, 64, 2048)
@@ -181,6 +182,47 @@ def test_flashmla_says_what_its_constructors_do(arch, dims, tp, pcp, dcp, cache,
     assert serves(cap.FLASHMLA, **changes, kv_cache_dtype=cache, comm="ag_rs") is served
 
 
+def beside(version):
+    return replace(LIBRARIES, release=release_of(version))
+
+
+PCP = {"tp": 1, "pcp": 4, "dcp": 4, "comm": "ag_rs", "kv_cache_dtype": "fp8_ds_mla"}
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "changes", "reason"),
+    [
+        ("0.29.0", cap.FLASHMLA, PCP, "PCP with DCP needs 0.30 or newer"),
+        ("0.29.0", cap.FLASHINFER, PCP, "PCP with DCP needs 0.30 or newer"),
+        ("0.30.0", cap.FLASHMLA, PCP, None),
+        ("0.29.0", cap.FLASHINFER, {"interleave": 64}, "takes --cp-kv-cache-interleave-size 1"),
+        ("0.30.0", cap.FLASHINFER, {"interleave": 64}, None),
+        ("0.32.0", cap.FLASHMLA, {"kv_cache_dtype": "fp8_ds_mla"}, "ag_rs only under DCP, got a2a"),
+        ("0.33.0", cap.FLASHMLA, {"kv_cache_dtype": "fp8_ds_mla"}, None),
+        (
+            "0.29.0",
+            cap.FLASHMLA,
+            {"kv_cache_dtype": "nvfp4_ds_mla", "comm": "ag_rs"},
+            "has no nvfp4_ds_mla cache",
+        ),
+        ("0.32.0", cap.FLASH_ATTN_4, {"kv_cache_dtype": "bfloat16"}, "not served with vLLM 0.32"),
+        ("0.33.0", cap.FLASH_ATTN_4, {"kv_cache_dtype": "bfloat16"}, None),
+    ],
+)
+def test_refusals_of_a_release(version, name, changes, reason):
+    d = deployment(libraries=beside(version), **changes)
+    refused = cap.refusals(name, d)
+    if reason is None:
+        assert refused == []
+    else:
+        assert reason in "; ".join(refused)
+
+
+def test_the_way_out_of_an_interleave_is_another_one():
+    d = deployment(libraries=beside("0.29.0"), interleave=64)
+    assert cap.suggestion(d) == "--cp-kv-cache-interleave-size 1 (served by FLASHINFER_MLA_SPARSE)"
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -218,8 +260,10 @@ DEPLOYMENTS = st.builds(
         flashinfer=st.sampled_from([None, "0.6.12", "0.7.2.post1"]),
         flashmla=st.booleans(),
         flash_attn_4=st.booleans(),
+        release=st.sampled_from(RELEASES),
     ),
     kernel=st.sampled_from(["auto", "reference", "triton_decode", "flashmla"]),
+    interleave=st.sampled_from([1, 64]),
 ).filter(lambda d: not check_topology(d.tp, d.pcp, d.dcp, d.dims.heads))
 
 

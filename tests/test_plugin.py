@@ -8,6 +8,9 @@ import textwrap
 
 import pytest
 
+from release_marks import RELEASE, takes_new_names
+from vllm_dcp_mla.plugin import ALIAS_PATH, alias, overrides
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PRELUDE = """
@@ -15,18 +18,19 @@ import json, os, logging
 from vllm_dcp_mla.simulate import driver
 driver.ensure_loaded()
 os.environ["DCP_MLA_SIMULATED_GPU"] = "b200"
+import vllm.platforms
+from vllm_dcp_mla.simulate.platform import SimulatedCudaPlatform
+vllm.platforms._current_platform = SimulatedCudaPlatform()
+from vllm.v1.attention.backends.registry import AttentionBackendEnum as E, register_backend
+def paths(): return {m.name: m.get_path() for m in E if m.value or m.is_overridden()}
+before = paths()
+from vllm.plugins import load_general_plugins
+# Now: some series set up logging while they are imported, which drops handlers.
 records = []
 class Keep(logging.Handler):
     def emit(self, record): records.append((record.levelname, record.getMessage()))
 logging.getLogger("vllm.dcp_mla").addHandler(Keep())
 logging.getLogger("vllm.dcp_mla").setLevel(logging.INFO)
-import vllm.platforms
-from vllm_dcp_mla.simulate.platform import SimulatedCudaPlatform
-vllm.platforms._current_platform = SimulatedCudaPlatform()
-from vllm.v1.attention.backends.registry import AttentionBackendEnum as E, register_backend
-def paths(): return {m.name: m.get_path() for m in E if m.value}
-before = paths()
-from vllm.plugins import load_general_plugins
 def report(**more):
     print("REPORT " + json.dumps({"before": before, "after": paths(), "log": records, **more}))
 """
@@ -65,15 +69,15 @@ def test_load_registers_ours_and_touches_nothing_else():
         report(new=new, env=[e for e in envs.environment_variables if "DCP_MLA" in e])
         """
     )
-    assert changed(report) == {
-        "FLASHINFER_MLA_SPARSE": "vllm_dcp_mla.backends.members.FlashInferMLASparse",
-        "FLASH_ATTN_MLA_SPARSE_FA4": "vllm_dcp_mla.backends.members.FlashAttnMLASparseFA4",
-        "FLASH_ATTN_MLA_SPARSE": "vllm_dcp_mla.backends.members.FlashAttnMLASparse",
-        "FLASHMLA_SPARSE": "vllm_dcp_mla.backends.members.FlashMLASparse",
-        "DCP_MLA_SPARSE": "vllm_dcp_mla.backends.members.DcpMlaSparse",
-    }
+    members = overrides()
+    assert {"FLASHINFER_MLA_SPARSE", "FLASHMLA_SPARSE"} <= set(members)
+    assert changed(report) == {**members, alias(): ALIAS_PATH}
     assert report["new"] == []
-    assert [level for level, _ in report["log"]] == ["INFO"]
+    said = [message for level, message in report["log"] if level == "INFO"]
+    assert len(said) == len(report["log"]) == (2 if RELEASE.masks_no_sequences else 1)
+    assert said[0].endswith(f": {', '.join((*members, alias()))}.")
+    for message in said[1:]:
+        assert f"Left to vLLM {RELEASE.series}, which does it itself: the eager mask" in message
     assert "VLLM_DCP_MLA_KERNEL" in report["env"]
 
 
@@ -116,6 +120,7 @@ def test_a_member_of_another_plugin_is_left_alone_loudly():
     [
         ("installed.installed_version = lambda name: '0.34.0'", "outside the tested range"),
         ("installed.installed_version = lambda name: '0.28.1'", "outside the tested range"),
+        ("installed.installed_version = lambda name: 'dev'", "outside the tested range"),
         ("installed.installed_version = lambda name: None", "not installed as a distribution"),
         (
             "symbols.SYMBOLS += (symbols.Symbol('vllm/envs.py', 'gone_tomorrow'),)",
@@ -139,8 +144,8 @@ def test_a_vllm_that_differs_switches_everything_off(patch, said):
 def test_an_untested_vllm_can_be_tried():
     report = run(
         """
-        from vllm_dcp_mla.compat import installed
-        installed.installed_version = lambda name: "0.34.0"
+        from vllm_dcp_mla.compat import versions
+        versions.is_tested = lambda version: False
         load_general_plugins(); report()
         """,
         VLLM_DCP_MLA_ALLOW_UNTESTED="1",
@@ -148,6 +153,22 @@ def test_an_untested_vllm_can_be_tried():
     assert "FLASHINFER_MLA_SPARSE" in changed(report)
 
 
+@pytest.mark.skipif(RELEASE.takes_new_names, reason="CUSTOM is used by older releases only")
+def test_custom_of_another_plugin_is_left_alone_loudly():
+    report = run(
+        """
+        register_backend(E.CUSTOM, "other.plugin.Backend")
+        load_general_plugins(); report()
+        """
+    )
+    assert report["after"]["CUSTOM"] == "other.plugin.Backend"
+    assert "FLASHINFER_MLA_SPARSE" in changed(report)
+    level, message = report["log"][0]
+    assert level == "WARNING"
+    assert message.startswith("CUSTOM is already overridden by other.plugin.Backend")
+
+
+@takes_new_names
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_the_alias_survives_pickling_into_a_child(method, tmp_path):
     # A spawned child imports the parent's main module, so the child's part lives in a file.

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from . import capability_rules as rules
 from .capability_rules import BF16, DS_MLA, FP8, KvCacheFormat, arch_name
+from .compat.refusals import release_refusals
+from .compat.releases import NEWEST, Release
 from .topology import check_topology, divisors, gathered_heads, valid_dcp_sizes
 
 FLASHINFER = "FLASHINFER_MLA_SPARSE"
@@ -24,6 +26,7 @@ _FLAGS = {
     "dcp": "--decode-context-parallel-size",
     "kv_cache_dtype": "--kv-cache-dtype",
     "comm": "--dcp-comm-backend",
+    "interleave": "--cp-kv-cache-interleave-size",
 }
 
 
@@ -40,12 +43,13 @@ class ModelDims:
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """What is installed beside vLLM; None and False mean missing."""
+    """vLLM's series, and what is installed beside it; None and False mean missing."""
 
     flashinfer: str | None
     flashmla: bool
     flash_attn_4: bool
     flash_attn_3: bool = True
+    release: Release = NEWEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class Deployment:
         dims: the model.
         libraries: what is installed.
         kernel: the attention kernel that is forced by name (the setting ``kernel``), or ``auto``.
+        interleave: ``--cp-kv-cache-interleave-size``.
     """
 
     arch: tuple[int, int]
@@ -71,6 +76,7 @@ class Deployment:
     dims: ModelDims
     libraries: Libraries
     kernel: str = "auto"
+    interleave: int = 1
 
     @property
     def any_device(self) -> bool:
@@ -178,7 +184,7 @@ def row(name: str) -> BackendRow:
 def refusals(name: str, d: Deployment) -> list[str]:
     """Why a backend does not serve a deployment with ``dcp > 1``; empty when it does."""
     r = row(name)
-    reasons = []
+    reasons = release_refusals(name, d)
     if not d.any_device or not r.ours:
         if d.arch[0] not in r.arch_majors:
             needed = " or ".join(f"SM{major}x" for major in r.arch_majors)
@@ -215,6 +221,7 @@ def suggestion(d: Deployment) -> str | None:
             int(other.kv_cache_dtype != d.kv_cache_dtype),
             abs(other.dcp - d.dcp) + abs(other.pcp - d.pcp),
             int(other.comm != d.comm),
+            int(other.interleave != d.interleave),
         )
         if best is None or distance < best[0]:
             best = (distance, other, name)
@@ -238,7 +245,8 @@ def _neighbours(d: Deployment) -> Iterator[Deployment]:
                 continue
             for cache in dict.fromkeys((d.kv_cache_dtype, "fp8_e4m3", "bfloat16", "fp8_ds_mla")):
                 for comm in dict.fromkeys((d.comm, "ag_rs")):
-                    yield replace(d, tp=tp, pcp=pcp, dcp=dcp, kv_cache_dtype=cache, comm=comm)
+                    other = replace(d, tp=tp, pcp=pcp, dcp=dcp, kv_cache_dtype=cache, comm=comm)
+                    yield from dict.fromkeys((other, replace(other, interleave=1)))
 
 
 def explain(name: str, d: Deployment) -> str | None:

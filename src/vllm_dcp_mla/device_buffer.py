@@ -132,6 +132,16 @@ def acquire_gather(device: torch.device, **sizes: int) -> tuple[torch.Tensor, Ga
     return buffer, plan
 
 
+def held() -> list[tuple[str, torch.Tensor]]:
+    """Every buffer of this process, with its name: a pair each, of all devices."""
+    return [
+        *(("workspace", buffers.workspace) for buffers in _BY_DEVICE.values()),
+        *(("counters", buffers.counters) for buffers in _BY_DEVICE.values()),
+        *(("partial results", buffers.workspace) for buffers in _PARTIALS.values()),
+        *(("gathered keys", buffer) for buffer in _GATHERED.values()),
+    ]
+
+
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of a device; a CPU counts as 4, so that keys are split there too."""
     if device.type != "cuda":

@@ -12,6 +12,7 @@ from typing import Any
 # vLLM's handlers and level apply to loggers under its own name.
 logger = logging.getLogger("vllm.dcp_mla")
 
+#: A name of this package's own, where vLLM takes new ones; :func:`alias` says which it is.
 ALIAS = "DCP_MLA_SPARSE"
 _MEMBERS = "vllm_dcp_mla.backends.members"
 #: Enum member: path of what it resolves to.
@@ -38,21 +39,45 @@ def register() -> None:
     _registered = True
     from . import __version__
     from .compat import dcp_order
+    from .compat.releases import installed_release
+    from .compat.upstream import left_to_stock
 
     reason = why_off()
     if reason is not None:
         logger.warning("vllm-dcp-mla is off: %s", reason)
         return
     _announce_environment()
-    dcp_order.install()
-    served = _override_members()
-    register_alias()
+    if installed_release().gathers_here:
+        dcp_order.install()
+    served = _override(overrides())
+    if alias() == ALIAS:
+        register_alias()
+        served.append(ALIAS)
+    else:
+        served += _override({alias(): ALIAS_PATH})
     logger.info(
-        "vllm-dcp-mla %s serves sparse MLA under decode context parallelism: %s, %s.",
+        "vllm-dcp-mla %s serves sparse MLA under decode context parallelism: %s.",
         __version__,
         ", ".join(served) or "no member",
-        ALIAS,
     )
+    release = installed_release()
+    if left := left_to_stock(release):
+        logger.info("Left to vLLM %s, which does it itself: %s.", release.series, "; ".join(left))
+
+
+def overrides() -> dict[str, str]:
+    """The members of :data:`OVERRIDES` that are overridden with the installed vLLM."""
+    from .compat.releases import installed_release
+
+    stays = installed_release().left_to_stock
+    return {name: path for name, path in OVERRIDES.items() if name not in stays}
+
+
+def alias() -> str:
+    """The name that means this package's class of the GPU, for ``--attention-backend``."""
+    from .compat.releases import installed_release
+
+    return ALIAS if installed_release().takes_new_names else "CUSTOM"
 
 
 def why_off() -> str | None:
@@ -70,7 +95,11 @@ def why_off() -> str | None:
     found = installed.installed_version("vllm")
     if found is None:
         return f"vLLM is not installed as a distribution; install vllm{versions.TESTED}."
-    if not versions.is_tested(found) and not settings.allow_untested:
+    try:
+        tested = versions.is_tested(found)
+    except ValueError:  # "dev" and the like
+        tested = False
+    if not tested and not settings.allow_untested:
         return (
             f"vLLM {found} is outside the tested range {versions.TESTED}; install one inside "
             f"it, or set {env_name('allow_untested')}=1 to try this one."
@@ -100,13 +129,13 @@ def _announce_environment() -> None:
         envs.environment_variables.setdefault(name, lambda name=name: os.environ.get(name))
 
 
-def _override_members() -> list[str]:
+def _override(paths: dict[str, str]) -> list[str]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     served = []
     # All are looked up before the first is overridden: never half on.
-    members = {name: AttentionBackendEnum[name] for name in OVERRIDES}
-    for name, path in OVERRIDES.items():
+    members = {name: AttentionBackendEnum[name] for name in paths}
+    for name, path in paths.items():
         member = members[name]
         if member.is_overridden() and member.get_path() != path:
             logger.warning(

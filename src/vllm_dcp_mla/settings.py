@@ -55,6 +55,9 @@ class Settings(BaseModel):
         description="attention kernel: `trtllm_gen` (SM100), `flashmla`, `flash_attn3`, "
         "`triton_decode` (SM90); `reference` is plain torch and runs on any device, slowly",
     )
+    metrics: bool = Field(
+        False, description="export the plan that took effect as `dcp_mla:*` gauges on `/metrics`"
+    )
     disable: bool = Field(False, description="leave vLLM untouched")
     allow_untested: bool = Field(
         False, description="stay on with a vLLM outside the tested range (environment only)"

@@ -25,14 +25,3 @@ def warm(vllm_config: Any, device: torch.device, kernel: Any, *args: Any, **kwar
         kernel.register_warmup(*args, **kwargs)
     elif device.type == "cuda":
         kernel.warmup(*args, **kwargs)
-
-
-def register_indexer_kernels(vllm_config: Any) -> None:
-    """Registers the kernels of vLLM's sparse indexer, as vLLM does for the backends it names."""
-    if not vllm_config.kernel_config.enable_jit_warmup:
-        return
-    from vllm.v1.attention.backends.mla import compressor_utils, indexer
-
-    compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL.register_warmup()
-    indexer._PREPARE_UNIFORM_DECODE_KERNEL.register_warmup()
-    indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL.register_warmup()

@@ -5,9 +5,26 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
+from kernel_call import call_kernel
 
+from release_marks import RELEASE, has_flash_attn_4
 from vllm_dcp_mla.models import load_config
+
+#: Numbers of what `backends` returns.
+MEMBERS = (0, pytest.param(1, marks=has_flash_attn_4))
+
+
+def backends():
+    """This package's classes for SM100 with the installed series."""
+    from vllm_dcp_mla.backends import trtllm
+
+    if "FLASH_ATTN_MLA_SPARSE_FA4" in RELEASE.left_to_stock:
+        return (trtllm.DcpFlashInferMLASparseBackend,)
+    from vllm_dcp_mla.backends import flash_attn_4
+
+    return trtllm.DcpFlashInferMLASparseBackend, flash_attn_4.DcpFlashAttnMLASparseFA4Backend
 
 
 @contextmanager
@@ -25,8 +42,8 @@ def engine(dcp=8, max_tokens=512, settings=None, model="glm-5.2", pcp=1):
     with (
         set_current_vllm_config(config),
         mock.patch(
-            "vllm.distributed.parallel_state.get_dcp_world_size_and_rank",
-            lambda enabled=True: (dcp, 0),
+            "vllm.distributed.parallel_state._DCP",
+            SimpleNamespace(world_size=dcp, rank_in_group=0),
         ),
         mock.patch(
             "vllm.model_executor.layers.attention.sparse_mla_attention"
@@ -84,7 +101,7 @@ def run(
     for token, count in enumerate(counts.tolist()):
         topk[token, :count] = torch.randint(5 * 64, (count,), generator=draw).int()
     call = {"layer": LAYER, "block_size": 64, "is_decode": True} | kwargs
-    out, lse = impl._forward_mqa_kernel(query, cache, topk.clone(), counts, **call)
+    out, lse = call_kernel(impl, query, cache, topk.clone(), counts, **call)
     return query, cache.view(-1, dim), topk, counts, out, lse
 
 

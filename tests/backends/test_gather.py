@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from backend_engine import engine, make_impl  # noqa: E402
 
+from release_marks import gathers_here  # noqa: E402
 from vllm_dcp_mla import device_buffer  # noqa: E402
 from vllm_dcp_mla.selftest.batch import (  # noqa: E402
     Shape,
@@ -22,7 +23,11 @@ from vllm_dcp_mla.selftest.batch import (  # noqa: E402
     shard_cache,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm", "no_buffers")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.usefixtures("cpu_vllm", "no_buffers"),
+    gathers_here,
+]
 
 HEADS = 8  # of one of the 8 TP ranks that ``engine`` makes
 SCALE = 0.05
@@ -31,7 +36,7 @@ SEED = 3
 SHAPE = Shape("s", (70, 400, 3, 90), (1, 9, 3, 20), 1, 64, interleave=16, topk=128)
 CLASSES = {
     "sm100": ("trtllm", "DcpFlashInferMLASparseBackend", "reference"),
-    "fa4": ("trtllm", "DcpFlashAttnMLASparseFA4Backend", "reference"),
+    "fa4": ("flash_attn_4", "DcpFlashAttnMLASparseFA4Backend", "reference"),
     "sm90": ("hopper", "DcpFlashAttnMLASparseBackend", "triton_decode"),
 }
 
@@ -62,7 +67,7 @@ class Rank:
 
         module, name, kernel = CLASSES[kind]
         backend = getattr(import_module(f"vllm_dcp_mla.backends.{module}"), name)
-        self.shape, self.batch = shape, make_batch(shape, SEED, quantizes_query=module == "trtllm")
+        self.shape, self.batch = shape, make_batch(shape, SEED, quantizes_query=module != "hopper")
         self.shards = [shard_cache(shape, self.batch, r, dcp, SEED) for r in range(dcp)]
         settings = {"kernel": kernel, "gather_limit_bytes": limit}
         with engine(dcp=dcp, pcp=2, settings=settings) as config:

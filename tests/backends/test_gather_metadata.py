@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
+from release_marks import gathers_here  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm"), gathers_here]
 
 CPU = torch.device("cpu")
 

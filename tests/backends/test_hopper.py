@@ -10,10 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 from backend_engine import LAYER, engine, expected, make_impl, run  # noqa: E402
 
+from release_marks import serves_hopper  # noqa: E402
 from vllm_dcp_mla import device_buffer  # noqa: E402
 from vllm_dcp_mla.key_splits import partial_bytes  # noqa: E402
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm", "no_buffers")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.usefixtures("cpu_vllm", "no_buffers"),
+    serves_hopper,
+]
 
 TRITON = {"kernel": "triton_decode"}
 FP8 = torch.float8_e4m3fn
@@ -221,6 +226,18 @@ def test_layers_of_ours_have_the_index_conversion_warmed_and_others_as_stock_say
         for b in (backend(), FlashAttnMLASparseBackend, FlashInferMLASparseTRTLLMBackend)
     ]
     assert answers == [True, False, True]
+
+
+def test_ranks_compare_what_they_decided():
+    with mock.patch("vllm_dcp_mla.agreement.check") as check, with_kernels(triton_decode=Leaves()):
+        made("fp8_e4m3", settings={"kernel": "auto"}, model="deepseek-v3.2")
+    assert check.call_args.kwargs == {
+        "backend": "DcpFlashAttnMLASparseImpl",
+        "kernel": "leaves",
+        "heads": 128,
+        "gather_rows": 0,
+        "kv_cache_dtype": "fp8_e4m3",
+    }
 
 
 def test_decodes_of_several_tokens_stay_decodes():

@@ -5,13 +5,16 @@ from unittest import mock
 
 import pytest
 
+from release_marks import has_flash_attn_4, serves_hopper
+from vllm_dcp_mla.compat.releases import RELEASES
+
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
 
 NAMES = (
     "FlashInferMLASparse",
-    "FlashAttnMLASparseFA4",
-    "FlashAttnMLASparse",
+    pytest.param("FlashAttnMLASparseFA4", marks=has_flash_attn_4),
+    pytest.param("FlashAttnMLASparse", marks=serves_hopper),
     "FlashMLASparse",
     "DcpMlaSparse",
 )
@@ -53,7 +56,11 @@ def test_a_switched_off_engine_gets_stocks(name):
     [
         ("FlashInferMLASparse", "vllm_dcp_mla.backends.trtllm"),
         ("DcpMlaSparse", "vllm_dcp_mla.backends.trtllm"),
-        ("FlashAttnMLASparse", "vllm.v1.attention.backends.mla.flashattn_mla_sparse"),
+        pytest.param(
+            "FlashAttnMLASparse",
+            "vllm.v1.attention.backends.mla.flashattn_mla_sparse",
+            marks=serves_hopper,
+        ),
         ("FlashMLASparse", "vllm.v1.attention.backends.mla.flashmla_sparse"),
     ],
 )
@@ -64,15 +71,15 @@ def test_where_the_reference_kernel_is_ours_without_dcp_too(name, module):
 @pytest.mark.parametrize(
     ("arch", "kernel", "module"),
     [
-        ((9, 0), "auto", "hopper"),
+        pytest.param((9, 0), "auto", "hopper", marks=serves_hopper),
         ((10, 0), "auto", "trtllm"),
         ((10, 3), "auto", "trtllm"),
         (None, "auto", "trtllm"),
         # A kernel that is forced says which class it is, on any device.
         ((9, 0), "reference", "trtllm"),
         ((9, 0), "trtllm_gen", "trtllm"),
-        ((10, 0), "triton_decode", "hopper"),
-        ((9, 0), "flashmla", "hopper"),
+        pytest.param((10, 0), "triton_decode", "hopper", marks=serves_hopper),
+        pytest.param((9, 0), "flashmla", "hopper", marks=serves_hopper),
     ],
 )
 def test_the_alias_is_the_class_of_this_gpu_or_of_the_forced_kernel(arch, kernel, module):
@@ -83,6 +90,19 @@ def test_the_alias_is_the_class_of_this_gpu_or_of_the_forced_kernel(arch, kernel
     with mock.patch.object(vllm.platforms, "_current_platform", platform):
         cls = resolve("DcpMlaSparse", dcp=2, settings={"kernel": kernel})
     assert cls.__module__ == f"vllm_dcp_mla.backends.{module}"
+
+
+@pytest.mark.parametrize("kernel", ["auto", "flashmla"])
+def test_where_hopper_is_left_to_stock_the_alias_is_the_class_that_refuses_it(kernel):
+    import vllm.platforms
+
+    platform = SimpleNamespace(get_device_capability=lambda: SimpleNamespace(major=9, minor=0))
+    with (
+        mock.patch.object(vllm.platforms, "_current_platform", platform),
+        mock.patch("vllm_dcp_mla.backends.members.installed_release", lambda: RELEASES[-2]),
+    ):
+        cls = resolve("DcpMlaSparse", dcp=2, settings={"kernel": kernel})
+    assert cls.__module__ == "vllm_dcp_mla.backends.trtllm"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -108,6 +128,8 @@ def test_an_unknown_name_is_an_attribute_error():
         members.Nothing  # noqa: B018
 
 
-def test_dcp_is_declared():
-    for name in NAMES[:3]:
-        assert resolve(name, dcp=2).supports_dcp()
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_dcp_is_declared(name):
+    backend = resolve(name, dcp=2)
+    assert backend.get_impl_cls().supports_dcp
+    assert getattr(backend, "supports_dcp", lambda: True)()  # asked from 0.30 on

@@ -4,7 +4,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
+from release_marks import gathers_here  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm"), gathers_here]
 
 
 def places(rank, num_ranks, folder, sizes, patched):

@@ -7,6 +7,7 @@ import pytest
 
 import vllm_dcp_mla
 from vllm_dcp_mla.compat import flashinfer, symbols
+from vllm_dcp_mla.compat.releases import RELEASES, installed_release
 
 PACKAGE = Path(vllm_dcp_mla.__file__).parent
 #: What runs inside an engine; the rest of the package only looks at vLLM from outside.
@@ -14,43 +15,76 @@ ENGINE = (
     "plugin.py",
     "device_buffer.py",
     "settings.py",
+    "warmup.py",
     "backends",
     "compat",
     "indexer",
     "kernels",
 )
+#: What serves a member alone, and is imported with it.
+FILES = {
+    "FLASH_ATTN_MLA_SPARSE_FA4": ("backends/flash_attn_4.py",),
+    "FLASH_ATTN_MLA_SPARSE": (
+        *("backends/hopper.py", "compat/flat_cache.py"),
+        *("kernels/flashmla.py", "kernels/flash_attn3.py", "kernels/triton_decode.py"),
+    ),
+}
 
 
-def imported_names():
+RELIED_ON = symbols.symbols_of(installed_release())
+#: Packages that re-export the engine's configuration, and names that are Triton's own.
+ELSEWHERE = ("vllm.triton_utils", "vllm.config")
+
+
+def imported_names(release):
+    """(file, module, name) of each import from vLLM that the engine may make with a series."""
+    others = {f"{r.adapter}.py" for r in RELEASES} - {f"{release.adapter}.py"}
+    if release.adapter == "v0_33":
+        others.remove("v0_30.py")  # which it shares with
+    absent = {
+        file for member, files in FILES.items() if member in release.left_to_stock for file in files
+    }
+    if not release.gathers_here:
+        absent |= {"backends/gather.py", "backends/gather_metadata.py", "compat/dcp_order.py"}
     for top in ENGINE:
         path = PACKAGE / top
         for file in [path] if path.suffix else sorted(path.glob("*.py")):
+            if file.name in others or file.relative_to(PACKAGE).as_posix() in absent:
+                continue
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
                     for alias in node.names:
                         yield file.name, node.module, alias.name
 
 
-def test_every_import_from_vllm_is_listed():
-    listed = {str(symbol) for symbol in symbols.SYMBOLS}
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.series)
+def test_every_import_from_vllm_is_listed(release):
+    listed = {str(symbol) for symbol in symbols.symbols_of(release)}
     known = {
         ".".join(name.split(".")[:n]) for name in listed for n in range(1, name.count(".") + 2)
     }
-    # Packages that re-export the engine's configuration, and names that are Triton's own.
-    elsewhere = ("vllm.triton_utils", "vllm.config")
     missing = [
         f"{file}: {module}.{name}"
-        for file, module, name in imported_names()
-        if f"{module}.{name}" not in known and module not in elsewhere
+        for file, module, name in imported_names(release)
+        if f"{module}.{name}" not in known and module not in ELSEWHERE
     ]
     assert missing == []
+
+
+def test_a_symbol_is_relied_on_in_some_series():
+    assert set(symbols.SYMBOLS) == {s for r in RELEASES for s in symbols.symbols_of(r)}
+
+
+@pytest.mark.vllm
+def test_the_installed_vllm_has_them_all():
+    assert symbols.missing_symbols() == []
 
 
 @pytest.fixture
 def installation(tmp_path, monkeypatch):
     """A vLLM made of the listed files, with what is listed in them."""
     files = {}
-    for symbol in symbols.SYMBOLS:
+    for symbol in sorted(RELIED_ON, key=lambda s: -s.name.count(".")):  # classes last
         scope = files.setdefault(symbol.file, {})
         *outer, last = symbol.name.split(".")
         for part in outer:
@@ -80,7 +114,7 @@ def test_what_is_listed_suffices(installation):
     assert symbols.missing_symbols() == []
 
 
-@pytest.mark.parametrize("symbol", symbols.SYMBOLS, ids=str)
+@pytest.mark.parametrize("symbol", RELIED_ON, ids=str)
 def test_each_lost_symbol_is_named(installation, symbol):
     path = installation / symbol.file
     name = symbol.name.split(".")[-1]
@@ -90,8 +124,8 @@ def test_each_lost_symbol_is_named(installation, symbol):
 
 def test_a_lost_argument_is_named(installation):
     path = installation / symbols._INDEXER
-    path.write_text(path.read_text().replace("pcp_plan", "plan"))
-    assert "build_prefill_chunk_metadata lost pcp_plan" in " ".join(symbols.missing_symbols())
+    path.write_text(path.read_text().replace("query_slice", "slices"))
+    assert "build_prefill_chunk_metadata lost query_slice" in " ".join(symbols.missing_symbols())
 
 
 def test_a_lost_file_is_named(installation):

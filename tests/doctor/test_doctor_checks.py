@@ -27,7 +27,7 @@ def test_what_is_tested_passes(monkeypatch):
     ("changed", "name"),
     [
         ({"vllm": None}, "vllm"),
-        ({"vllm": "0.32.1"}, "vllm"),
+        ({"vllm": "0.28.1"}, "vllm"),
         ({"vllm": "0.34.0"}, "vllm"),
         ({"vllm": "built today"}, "vllm"),
         ({"torch": None}, "torch"),
@@ -49,10 +49,29 @@ def test_cubins_of_the_same_version_pass(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("found", "file", "status"),
+    [
+        ({}, True, "pass"),
+        ({"cuda_python": "13.4.4", "cuda_bindings": "13.4.4"}, True, "pass"),
+        ({"cuda_python": "12.6.2.post1"}, True, "pass"),
+        ({"cuda_python": "12.6.2.post1", "cuda_bindings": "12.6.2"}, True, "pass"),
+        ({"cuda_python": "12.6.2.post1", "cuda_bindings": "13.5.0"}, True, "warn"),
+        ({"cuda_python": "13.4.4", "cuda_bindings": "13.5.0"}, False, "fail"),
+    ],
+)
+def test_cuda_packages_that_overwrite_each_other(monkeypatch, tmp_path, found, file, status):
+    (tmp_path / "bindings").mkdir()
+    if file:
+        (tmp_path / "bindings" / "driver.so").touch()
+    monkeypatch.setattr(versions, "package_folder", {"cuda": tmp_path}.get)
+    assert statuses(monkeypatch, **GOOD, **found)["cuda-python"] == status
+
+
 def test_both_versions_of_a_mismatch_are_named(monkeypatch):
     found = {"flashinfer-python": "0.6.14", "flashinfer-cubin": "0.6.13"}
     monkeypatch.setattr(versions, "installed_version", found.get)
-    check = versions.check_versions()[-1]
+    (check,) = (c for c in versions.check_versions() if c.name == "flashinfer-cubin")
     assert check.found == "0.6.13, flashinfer-python is 0.6.14"
     assert check.fix == "pip install flashinfer-cubin==0.6.14"
 

@@ -5,17 +5,17 @@ import pytest
 
 from vllm_dcp_mla.doctor.discovery import (
     ENTRY_POINT_VALUE,
-    MEMBERS,
     check_allowed,
     check_discovered,
     check_members,
     check_settings,
+    members,
 )
 from vllm_dcp_mla.doctor.processes import Probed, run_probe
-from vllm_dcp_mla.plugin import ALIAS_PATH, OVERRIDES
+from vllm_dcp_mla.plugin import ALIAS_PATH, alias, overrides
 
 OURS = {"name": "dcp_mla", "value": ENTRY_POINT_VALUE}
-PATHS = {**OVERRIDES, "DCP_MLA_SPARSE": ALIAS_PATH}
+PATHS = {**overrides(), alias(): ALIAS_PATH}
 
 
 def metadata(entry_points=(OURS,), distributions=None, imported_from="/site/vllm_dcp_mla"):
@@ -124,13 +124,14 @@ def test_settings_are_checked(environ, status):
 
 def test_members_of_ours_pass():
     checks = check_members(registry(), {})
-    assert [c.name for c in checks] == [f"backend {name}" for name in MEMBERS]
+    assert [c.name for c in checks] == [f"backend {name}" for name in members()]
     assert {c.status for c in checks} == {"pass"}
 
 
 def test_a_member_of_another_plugin_is_named():
     other = {"path": "other.Backend", "overridden": True}
-    check = check_members(registry(FLASHMLA_SPARSE=other), {})[2]
+    checks = check_members(registry(FLASHMLA_SPARSE=other), {})
+    (check,) = (c for c in checks if c.name == "backend FLASHMLA_SPARSE")
     assert (check.status, "other.Backend" in check.found) == ("fail", True)
 
 
@@ -144,8 +145,8 @@ def test_a_stock_member_fails_unless_the_plugin_is_switched_off():
 
 def test_a_member_that_is_not_registered_fails():
     probed = registry()
-    del probed.sections["registry"]["members"]["DCP_MLA_SPARSE"]
-    assert check_members(probed, {})[3].status == "fail"
+    del probed.sections["registry"]["members"][alias()]
+    assert check_members(probed, {})[-1].status == "fail"
 
 
 def test_a_vllm_that_does_not_load_is_one_failure():
@@ -201,7 +202,7 @@ def test_sections_before_the_break_count(tmp_path):
     )
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise OSError('vllm is broken')")
-    probed = run_probe("runtime", MEMBERS, environment(tmp_path))
+    probed = run_probe("runtime", members(), environment(tmp_path))
     assert probed.sections == {"torch": {"cuda_build": "1.2", "cuda_available": False}}
     assert probed.error == "exit status 1: OSError: vllm is broken"
 

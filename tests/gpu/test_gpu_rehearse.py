@@ -65,8 +65,8 @@ def test_a_rehearsal_agrees_with_one_rank(rehearse):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("kill-start", "rank 1 was ended by SIGKILL while starting"),
-        ("kill-serving", "rank 1 was ended by SIGKILL while served"),
+        ("kill-start", "rank 1 was ended by SIGKILL while it started"),
+        ("kill-serving", "rank 1 was ended by SIGKILL while it served"),
         ("environment", "VLLM_DCP_MLA_MERGE_LIMIT_BYTES"),
         ("no-plugin", "rank 1"),
         ("port-taken", "in use"),
@@ -76,7 +76,7 @@ def test_a_fault_is_named(rehearse, fault, said):
     status, answer, seconds = rehearse(*SMALL, "--break", fault)
     assert status == 1
     (problem,) = answer["problems"]
-    print(f"{fault}, after {seconds:.0f} s: {problem}")
+    print(f"{fault}, {seconds:.0f} s after the command: {problem}")
     assert said in problem
 
 

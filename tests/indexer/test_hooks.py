@@ -23,10 +23,12 @@ def test_other_backends_keep_their_builders():
     assert cache.get_attn_backend(SimpleNamespace()).get_builder_cls() is DcpIndexerBuilder
     assert cache.get_attn_backend(SimpleNamespace()).get_name() == "DEEPSEEK_V32_INDEXER"
     stock = indexer.DeepseekV32IndexerMetadataBuilder
-    for name in ("DeepseekV4", "DeepseekV41", "Glm5Next", "DeepseekV32"):
-        backend = getattr(indexer, f"{name}IndexerBackend")
-        assert backend.get_builder_cls() is stock, name
-    assert indexer.KpoolTailBackend.get_builder_cls() is indexer.KpoolTailMetadataBuilder
+    others = [name for name in vars(indexer) if name.endswith("IndexerBackend")]
+    assert {"DeepseekV32IndexerBackend", "DeepseekV4IndexerBackend"} <= set(others)
+    for name in others:
+        assert getattr(indexer, name).get_builder_cls() is stock, name
+    if hasattr(indexer, "KpoolTailBackend"):  # from 0.30 on
+        assert indexer.KpoolTailBackend.get_builder_cls() is indexer.KpoolTailMetadataBuilder
 
 
 def test_installing_again_changes_nothing():
@@ -64,11 +66,13 @@ def test_chunks_come_from_us_only_while_our_build_runs(arguments, ours):
 
 
 def test_a_builder_that_serves_no_dcp_is_stocks():
-    built = []
+    built, drafts = [], []
     for ours in (True, False):
         with builder(ours=ours, dcp=1) as made:
             built.append(made.build(0, common_metadata([70, 500], [60, 100], 0, 0, 1)))
-            assert made.supports_draft_decode_metadata_update
+            # Older series have no such thing.
+            drafts.append(getattr(made, "supports_draft_decode_metadata_update", None))
+    assert drafts[0] == drafts[1]
     for a, b in zip(built[0].prefill.chunks, built[1].prefill.chunks, strict=True):
         assert torch.equal(a.cu_seqlen_ke, b.cu_seqlen_ke)
-        assert a.max_seqlen_k == b.max_seqlen_k
+        assert getattr(a, "max_seqlen_k", None) == getattr(b, "max_seqlen_k", None)

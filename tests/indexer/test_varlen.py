@@ -11,13 +11,19 @@ from types import SimpleNamespace
 import pytest
 
 torch = pytest.importorskip("torch")
+from backend_engine import MEMBERS, backends  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from indexer_batches import WIDTH, builder, common_metadata, pad, sm100  # noqa: E402
 
+from release_marks import since  # noqa: E402
 from vllm_dcp_mla.topology import local_seq_len  # noqa: E402
 
-pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.usefixtures("cpu_vllm"),
+    since(30, "no kernel of its own expands SM100's decode rows"),
+]
 
 GARBAGE = 77_777
 
@@ -149,20 +155,17 @@ def test_metadata_is_stocks_in_this_branch():
         assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field
 
 
+@since(31, "no graphs of decodes of different lengths")
 @pytest.mark.parametrize("mtp", [0, 1, 3])
-@pytest.mark.parametrize("member", [0, 1])
+@pytest.mark.parametrize("member", MEMBERS)
 def test_full_graphs_of_such_batches_are_captured(mtp, member):
     """What vLLM asks before it captures decodes of 1 to 1 + mtp tokens a request."""
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 
-    from vllm_dcp_mla.backends import trtllm
     from vllm_dcp_mla.indexer.builder import DcpIndexerBackend, DcpIndexerBuilder
 
-    attention = (
-        trtllm.DcpFlashInferMLASparseBackend,
-        trtllm.DcpFlashAttnMLASparseFA4Backend,
-    )[member]
+    attention = backends()[member]
     with sm100(), builder(dcp=4, mtp=mtp) as made:
         config = made.vllm_config
         if mtp:

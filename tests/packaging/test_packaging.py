@@ -1,6 +1,7 @@
 """The wheel and the sdist: what is in them, and that the wheel works without vLLM and torch."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from vllm_dcp_mla import __version__, plan_workspace
+from vllm_dcp_mla.compat.versions import TESTED
+from vllm_dcp_mla.doctor.versions import MIN_CUDA_PYTHON
 
 pytest.importorskip("hatchling", reason="needs hatchling, of the dev group")
 
@@ -95,8 +99,33 @@ def test_the_metadata_says_what_the_project_is(metadata):
     assert readme == (ROOT / "README.md").read_text()
     required = re.findall(r"^Requires-Dist: (\S+?)[<>=~]", head, re.MULTILINE)
     assert not {"torch", "triton", "flashinfer-python"} & set(required)
-    vllm = [Requirement(r) for r in re.findall(r"^Requires-Dist: (vllm.*)", head, re.MULTILINE)]
-    assert [(r.extras, str(r.marker)) for r in vllm] == [(set(), 'extra == "vllm"')]
+    extra = [
+        Requirement(line)
+        for line in re.findall(r"^Requires-Dist: (.*)", head, re.MULTILINE)
+        if "extra == 'vllm'" in line
+    ]
+    assert {r.name: (str(r.marker), r.specifier) for r in extra} == {
+        "vllm": ('extra == "vllm"', TESTED),
+        "cuda-python": ('extra == "vllm"', SpecifierSet(f">={MIN_CUDA_PYTHON}")),
+    }
+
+
+def test_an_index_would_take_them(built):
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *map(str, built)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_changelog_is_of_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])
+    kinds = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
 def closure(requirements, extras=frozenset()):
@@ -151,8 +180,14 @@ def installed(built, metadata, tmp_path_factory):
     return folder / "bin"
 
 
-def run(*command):
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd="/")
+def run(*command, **environ):
+    return subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={**os.environ, **environ},
+    )
 
 
 @pytest.mark.slow
@@ -177,6 +212,76 @@ def test_the_wheel_works_without_vllm_and_torch(installed):
     assert doctor.returncode == 1, doctor.stderr
     failed = {c["name"] for c in json.loads(doctor.stdout)["checks"] if c["status"] == "fail"}
     assert "vllm" in failed
+    selftest = run(command, "selftest")
+    assert selftest.returncode == 1
+    assert "run pip install 'vllm-dcp-mla[vllm]'" in selftest.stderr
+
+
+@pytest.mark.slow
+def test_doctor_sees_another_copy_in_front_of_the_wheel(installed, tmp_path):
+    """PYTHONPATH=src, alone and with what an old build left beside it."""
+    command = installed / "vllm-dcp-mla"
+
+    def installation(path):
+        said = run(command, "doctor", "--json", "--no-selection", PYTHONPATH=str(path))
+        (check,) = (c for c in json.loads(said.stdout)["checks"] if c["name"] == "one installation")
+        return check
+
+    assert run(command, "doctor", "--json", "--no-selection").stdout.count('"pass"') > 3
+    check = installation(ROOT / "src")
+    assert (check["status"], check["fix"].startswith("unset PYTHONPATH")) == ("warn", True)
+    shutil.copytree(PACKAGE, tmp_path / "vllm_dcp_mla")
+    (tmp_path / "vllm_dcp_mla.egg-info").mkdir()
+    info = "Metadata-Version: 2.1\nName: vllm-dcp-mla\nVersion: 0.0.1\n"
+    (tmp_path / "vllm_dcp_mla.egg-info" / "PKG-INFO").write_text(info)
+    check = installation(tmp_path)
+    assert check["status"] == "warn"
+    assert "remove the stale" in check["fix"]
+
+
+#: Run by each Python in an environment with the wheel and its requirements alone.
+ON_ITS_OWN = """
+from importlib.util import find_spec
+assert not find_spec("vllm") and not find_spec("torch")
+from vllm_dcp_mla import check_topology, gathered_heads, local_seq_lens, plan_workspace
+assert check_topology(8, 1, 8, 64) == [] and check_topology(8, 1, 3, 64)
+assert gathered_heads(8, 8, 1, 8) == 64
+assert local_seq_lens(5, 2) == [3, 2]
+assert plan_workspace(64, 16384).total_bytes == 951_058_432
+"""
+
+
+def pythons(version):
+    """Where an interpreter of a version may be; a shim may be there without one behind it."""
+    yield from filter(None, [shutil.which(f"python{version}")])
+    yield from Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_every_python_without_vllm(built, tmp_path, version):
+    """Pure functions, ``plan`` and ``--help``; what else there is says what to install."""
+    uv = shutil.which("uv", path=str(Path(sys.executable).parent))
+    if uv is None:
+        pytest.skip("no uv in this environment; examples/setup.sh installs it")
+    python = next((p for p in pythons(version) if not run(p, "-c", "").returncode), None)
+    if python is None:
+        pytest.skip(f"no Python {version} on this machine")
+    environment = tmp_path / "venv"
+    assert run(uv, "venv", "--python", python, environment).returncode == 0
+    mine = environment / "bin" / "python"
+    done = run(uv, "pip", "install", "--quiet", "--python", mine, built[0])
+    assert done.returncode == 0, done.stderr
+    done = run(mine, "-c", ON_ITS_OWN)
+    assert done.returncode == 0, done.stderr
+    command = mine.with_name("vllm-dcp-mla")
+    for arguments in (["--help"], ["plan"], ["plan", "--help"], ["selftest", "--help"]):
+        done = run(command, *arguments)
+        assert done.returncode == 0, done.stderr
+    for name in ("doctor", "selftest"):
+        done = run(command, name)
+        assert done.returncode == 1
+        assert "pip install 'vllm-dcp-mla[vllm]'" in " ".join((done.stdout + done.stderr).split())
 
 
 @pytest.mark.slow

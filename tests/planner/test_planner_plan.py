@@ -1,32 +1,29 @@
+"""Backends, the attention workspace and flags of a plan."""
+
 import importlib.util
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import DEFAULTS, PCP4_DCP4, keys, line, planned
 
 from vllm_dcp_mla.compat.libraries import ASSUMED
-from vllm_dcp_mla.planner.plan import make_plan, plan_json
+from vllm_dcp_mla.compat.releases import release_of
+from vllm_dcp_mla.gather_plan import DEFAULT_GATHER_LIMIT_BYTES
+from vllm_dcp_mla.planner.lines import Counted
+from vllm_dcp_mla.planner.plan import make_plan
+from vllm_dcp_mla.planner.report import plan_json
 from vllm_dcp_mla.planner.request import RawRequest, read_request
 from vllm_dcp_mla.settings import Settings
 from vllm_dcp_mla.simulate.gpus import GPUS, Gpu
 
-DEFAULTS = {
-    "model": "glm-5.2",
-    "gpu": "b200",
-    "tp": "8",
-    "pcp": "1",
-    "dcp": "8",
-    "kv_cache_dtype": "auto",
-    "max_num_batched_tokens": "8192",
-    "comm": None,
-}
 ONE_TOKEN_OF_64_HEADS = 64 * 2048 + (1 << 20)
-
-
-def planned(user_workspace=None, config=None, **flags):
-    request = read_request(RawRequest(**{**DEFAULTS, **{k: str(v) for k, v in flags.items()}}))
-    return make_plan(request, GPUS[request.gpu], ASSUMED, config or Settings(), user_workspace)
+KEYS = {
+    *("ok", "problems", "warnings", "notes", "model", "topology", "backend", "workspace"),
+    *("lines", "kv", "utilization", "batch", "memory", "stock_memory", "flags"),
+}
 
 
 @pytest.mark.parametrize(
@@ -46,13 +43,15 @@ def test_the_workspace_is_bounded_where_stocks_grows(flags, heads, tokens, launc
     assert w.stock_total_bytes == stock
 
 
-def test_lines_sum_to_the_workspace_and_are_profiled():
+def test_the_workspace_is_counted_here_and_outside_the_budget_with_stock():
     plan = planned()
-    slab, scratch, counters = plan.lines
+    slab, scratch, counters = (line(plan, key) for key in ("slab", "scratch", "counters"))
     assert slab.bytes + scratch.bytes == plan.workspace.total_bytes
     assert slab.stock_bytes + scratch.stock_bytes == plan.workspace.stock_total_bytes
     assert counters.stock_bytes == 8192 * 64 * 4
-    assert all(line.profiled for line in plan.lines)
+    for each in (slab, scratch, counters):
+        assert each.profiled
+        assert each.stock_counted is Counted.OUTSIDE
 
 
 def test_a_small_step_makes_a_small_slab():
@@ -70,7 +69,7 @@ def test_the_users_workspace_is_kept_and_split_finer():
 
 
 def test_a_large_users_workspace_is_no_warning():
-    assert len(planned(user_workspace=2 << 30).notes) == 1
+    assert len(planned(user_workspace=2 << 30).notes) == len(planned().notes)
 
 
 def test_a_users_workspace_below_one_token_is_a_problem():
@@ -90,7 +89,7 @@ def test_without_dcp_the_workspace_is_stocks():
     w = plan.workspace
     assert (w.heads, w.slab_bytes) == (8, 0)
     assert w.total_bytes == w.stock_total_bytes == 413_138_944
-    assert not any(line.profiled for line in plan.lines)
+    assert line(plan, "scratch").counted is Counted.OUTSIDE
     assert plan.served_by is None
 
 
@@ -108,8 +107,9 @@ def test_without_trtllm_gen_there_is_no_workspace(flags):
     w = plan.workspace
     assert (w.tokens_per_launch, w.slab_bytes, w.total_bytes, w.stock_total_bytes) == (0, 0, 0, 0)
     assert w.heads > 0
-    assert plan.lines == []
-    assert any("no trtllm-gen workspace" in note for note in plan.notes)
+    assert not keys(plan) & {"slab", "scratch", "counters"}
+    if "dcp" not in flags:
+        assert any("no trtllm-gen workspace" in note for note in plan.notes)
 
 
 def test_what_every_backend_refuses_names_each_and_a_way_out():
@@ -129,8 +129,37 @@ def test_what_every_backend_refuses_names_each_and_a_way_out():
 def test_hoppers_workspace_is_of_the_device_alone(model, tokens):
     plan = planned(model=model, gpu="h200", max_num_batched_tokens=tokens)
     assert plan.served_by == "FLASH_ATTN_MLA_SPARSE"
-    assert plan.workspace.total_bytes == 132 * 64 * 513 * 4 == plan.lines[0].bytes
-    assert plan.lines[0].profiled
+    partials = line(plan, "partials")
+    assert plan.workspace.total_bytes == 132 * 64 * 513 * 4 == partials.bytes
+    assert partials.profiled
+    assert partials.stock_bytes == 0
+
+
+@pytest.mark.parametrize("gpu", ["b200", "h200"])
+@pytest.mark.parametrize(
+    ("cache", "length", "seqs", "size"),
+    [
+        ("fp8_e4m3", 1024, 4, 4 * 1024 * 576),  # all requests of a step
+        ("bfloat16", 1024, 4, 4 * 1024 * 1152),
+        ("fp8_e4m3", 1_048_576, 64, DEFAULT_GATHER_LIMIT_BYTES),
+    ],
+)
+def test_pcp_with_dcp_gathers_keys_in_a_bounded_workspace(gpu, cache, length, seqs, size):
+    flags = {"gpu": gpu, "max_model_len": length, "max_num_seqs": seqs, "kv_cache_dtype": cache}
+    plan = planned(**{**PCP4_DCP4, **flags})
+    gathered = line(plan, "pcp_gather")
+    # The last page and the last partial result may not fit.
+    assert size - 64 * 1152 * 4 - 64 * 1024 <= gathered.bytes <= size
+    assert gathered.profiled
+    assert gathered.stock_bytes == 0
+    assert "pcp_gather" not in keys(planned(gpu=gpu))
+    assert "pcp_gather" not in keys(planned(**{**PCP4_DCP4, "gpu": gpu}))  # stock's FlashMLA
+
+
+def test_a_gather_limit_that_holds_no_row_is_a_problem():
+    config = Settings(gather_limit_bytes=1000)
+    plan = planned(config=config, **{**PCP4_DCP4, "kv_cache_dtype": "fp8_e4m3"})
+    assert any("gather_limit_bytes is 1000" in problem for problem in plan.problems)
 
 
 def test_the_way_out_of_pcp_with_dcp_names_the_exchange():
@@ -146,7 +175,7 @@ def test_no_way_out_says_to_leave_dcp_out():
 
 
 def test_flags_name_the_exchange_where_the_default_would_not_do():
-    flags = planned(tp=1, pcp=4, dcp=4, kv_cache_dtype="fp8_ds_mla").flags
+    flags = planned(**PCP4_DCP4, max_model_len=131072).flags
     assert flags == [
         "--tensor-parallel-size 1",
         "--prefill-context-parallel-size 4",
@@ -154,6 +183,7 @@ def test_flags_name_the_exchange_where_the_default_would_not_do():
         "--dcp-comm-backend ag_rs",
         "--kv-cache-dtype fp8_ds_mla",
         "--max-num-batched-tokens 8192",
+        "--max-model-len 131072",
     ]
     assert not any("--dcp-comm-backend" in flag for flag in planned().flags)
     assert "--dcp-comm-backend ag_rs" in planned(comm="ag_rs").flags
@@ -188,7 +218,7 @@ sizes = st.one_of(st.integers(-2, 40), st.sampled_from([64, 128, 1024, 10**12]))
 
 @settings(max_examples=150, deadline=None)
 @given(
-    model=st.sampled_from(["glm-5.2", "deepseek-v3.2"]),
+    model=st.sampled_from(["glm-5.2-nvfp4", "deepseek-v3.2"]),
     gpu=st.sampled_from(sorted(GPUS)),
     tp=sizes,
     pcp=st.one_of(st.just(1), sizes),
@@ -202,12 +232,19 @@ def test_any_request_has_an_answer(user_workspace, **flags):
     plan = planned(user_workspace, **flags)
     w = plan.workspace
     assert bool(plan.problems) != bool(plan.flags)
+    assert (plan.ours is None) == (plan.lines == [])
     assert all(problem.endswith(".") for problem in plan.problems)
     if w.slab_bytes:
+        assert plan.ours is not None
         assert w.slab_bytes + 1 <= w.total_bytes
         assert (w.launches - 1) * w.tokens_per_launch < flags["max_num_batched_tokens"]
         assert w.launches * w.tokens_per_launch >= flags["max_num_batched_tokens"]
         assert w.slab_bytes <= 537_919_488
-    assert set(plan_json(None, plan)) == {
-        *("ok", "problems", "topology", "workspace", "lines", "flags")
-    }
+    assert set(plan_json(None, plan)) == KEYS
+
+
+@pytest.mark.parametrize(("version", "kv"), [("0.31.0", "bfloat16"), ("0.32.0", "fp8_e4m3")])
+def test_auto_is_resolved_as_the_installed_release_does(version, kv):
+    request = read_request(RawRequest("glm-5.2", "b200", "8", "1", "8", "auto", "8192", None))
+    libraries = replace(ASSUMED, release=release_of(version))
+    assert make_plan(request, GPUS["b200"], libraries, Settings(), None).kv_cache_dtype == kv

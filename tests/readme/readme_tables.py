@@ -4,13 +4,21 @@ A table stands between ``<!-- NAME: ... -->`` and ``<!-- /NAME -->``.
 """
 
 import re
+import sys
 from itertools import groupby
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import LIBRARIES, SUITES, load
 from vllm_dcp_mla import gathered_heads, plan_workspace, stock_workspace_bytes
 from vllm_dcp_mla.capability import row, serving
 from vllm_dcp_mla.compat.libraries import ASSUMED
+from vllm_dcp_mla.compat.releases import release_of
+from vllm_dcp_mla.compat.upstream import STATUS
 from vllm_dcp_mla.planner.request import RawRequest, read_request
+from vllm_dcp_mla.plugin import ALIAS
 from vllm_dcp_mla.settings import ENV_ONLY, Settings, env_name
 from vllm_dcp_mla.simulate.gpus import GPUS
 
@@ -24,7 +32,7 @@ TOPOLOGIES = {
     "PCP4 DCP4": (1, 4, 4),
 }
 #: Tokens of a step and models (heads a rank) of the workspace table, at TP8 DCP8.
-STEPS = (4096, 16384, 32768)
+STEPS = (8192, 32768)
 HEADS_PER_RANK = {"GLM-5.2": 8, "DeepSeek-V3.2": 16}
 
 
@@ -86,9 +94,31 @@ def workspace():
     return table(head, rows, " rrrr")
 
 
+def support():
+    """What the last run of tests/run.sh over every release showed."""
+    rows = []
+    for version, outcome in load().items():
+        libraries = ", ".join(outcome[name] for name in LIBRARIES)
+        marks = ({True: "✅", False: "❌", None: "not run"}[outcome[suite]] for suite in SUITES)
+        alias = ALIAS if release_of(version).takes_new_names else "CUSTOM"
+        lacks = "; ".join(outcome["lacks"]) or "nothing"
+        rows.append((version, libraries, *marks, f"`{alias}`", lacks))
+    head = ("vLLM", "torch, Triton, FlashInfer", *SUITES, "Our name", "Stock lacks")
+    return table(head, rows)
+
+
+def upstream():
+    rows = [
+        (f"`{s.where}`", s.what, s.upstream, f"0.{s.since}" if s.since else "none") for s in STATUS
+    ]
+    return table(
+        ("Where", "What is done here", "What vLLM does, or would have to do", "Since"), rows
+    )
+
+
 def updated(text):
     """The README's text with every table as the code has it."""
-    for make in (capability, settings, workspace):
+    for make in (capability, settings, workspace, support, upstream):
         made = make()
         mark = re.compile(rf"(<!-- {make.__name__}: .*?-->\n).*?(<!-- /{make.__name__} -->)", re.S)
         text, count = mark.subn(rf"\g<1>{made}\n\g<2>", text)

@@ -44,3 +44,9 @@ def toy(request, monkeypatch):
         "index_head_dim": 32,
         "index_topk": 16,
     }
+
+
+@pytest.fixture(autouse=True)
+def no_gpus_of_others(monkeypatch):
+    """Other tests of this process may have hidden all GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -3,7 +3,9 @@ import json
 import pytest
 
 torch = pytest.importorskip("torch")
+from release_marks import RELEASE, gathers_here, serves_hopper  # noqa: E402
 from vllm_dcp_mla.cli.main import main  # noqa: E402
+from vllm_dcp_mla.compat.releases import RELEASES  # noqa: E402
 from vllm_dcp_mla.selftest.attention import StepResult  # noqa: E402
 from vllm_dcp_mla.selftest.batch import (  # noqa: E402
     Shape,
@@ -94,6 +96,22 @@ def test_bad_input(capsys, arguments, status, named):
     assert named in " ".join(answer["problems"])
 
 
+@pytest.mark.vllm
+def test_an_interleave_that_a_release_refuses_is_said(capsys, monkeypatch):
+    monkeypatch.setattr("vllm_dcp_mla.cli.selftest.installed_release", lambda: RELEASES[0])
+    assert main(["selftest", "--interleave", "64"]) == 1
+    assert "--interleave is 64, but the indexer of vLLM 0.29 takes 1" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+def test_what_a_release_leaves_to_stock_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("vllm_dcp_mla.cli.selftest.installed_release", lambda: RELEASES[-2])
+    assert main(["selftest", "--gpu", "h200"]) == 1
+    assert "FLASH_ATTN_MLA_SPARSE is stock's with vLLM 0.32" in capsys.readouterr().err
+    assert main(["selftest", "--pcp", "2"]) == 1
+    assert "PCP with DCP is not served with vLLM 0.32" in capsys.readouterr().err
+
+
 def run(*arguments):
     import subprocess
     import sys
@@ -111,13 +129,18 @@ def run(*arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
-    [("--ranks", "2"), ("--tp", "4", "--dcp", "2"), ("--tp", "4", "--dcp", "2", "--gpu", "h200")],
+    [
+        ("--ranks", "2"),
+        ("--tp", "4", "--dcp", "2"),
+        pytest.param(("--tp", "4", "--dcp", "2", "--gpu", "h200"), marks=serves_hopper),
+    ],
 )
 def test_every_case_agrees(arguments):
     status, answer = run(*arguments)
     assert status == 0
     assert answer["ok"]
-    assert len(answer["cases"]) == 21
+    # Two exchanges, and both interleaves where the indexer takes them.
+    assert len(answer["cases"]) == 7 * (3 if RELEASE.interleaves else 2)
     for case in answer["cases"]:
         assert case["ok"]
         assert 0 < case["error"] <= case["limit"]
@@ -129,6 +152,7 @@ def test_every_case_agrees(arguments):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@gathers_here
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -189,7 +213,7 @@ def test_one_rank_is_enough_to_fail_a_case(other, ok):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["b200", "h200"])
+@pytest.mark.parametrize("gpu", ["b200", pytest.param("h200", marks=serves_hopper)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, gpu):
     ranks = ("--ranks", "2")

@@ -11,7 +11,7 @@ import pytest
 
 import vllm_dcp_mla
 from vllm_dcp_mla.models import BUILT_IN
-from vllm_dcp_mla.plugin import ALIAS, OVERRIDES
+from vllm_dcp_mla.plugin import alias, overrides
 from vllm_dcp_mla.simulate import driver
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -64,7 +64,7 @@ def test_every_process_of_vllm_serve_knows_the_alias(tmp_path, simulated_b200):
             *("--skip-tokenizer-init", "--load-format", "dummy", "--max-model-len", "8192"),
             *("--tensor-parallel-size", str(RANKS)),
             *("--decode-context-parallel-size", str(RANKS)),
-            *("--attention-backend", ALIAS),
+            *("--attention-backend", alias()),
             *("--host", "127.0.0.1", "--port", str(free_port())),
         ],
         env=simulated_b200,
@@ -77,7 +77,7 @@ def test_every_process_of_vllm_serve_knows_the_alias(tmp_path, simulated_b200):
     log = done.stdout.splitlines()
     registered = (
         f"vllm-dcp-mla {vllm_dcp_mla.__version__} serves sparse MLA under decode context "
-        f"parallelism: {', '.join((*OVERRIDES, ALIAS))}."
+        f"parallelism: {', '.join((*overrides(), alias()))}."
     )
     processes = [line.split("pid=")[0] for line in log if registered in line]
     tail = "\n".join(log[-60:])

@@ -3,7 +3,9 @@
 import pytest
 from asked import ask
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+from release_marks import serves_hopper
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, serves_hopper]
 
 MODELS = ("glm-5.2", "deepseek-v3.2")
 #: TP and DCP.

@@ -3,7 +3,9 @@
 import pytest
 from asked import ask
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+from release_marks import gathers_here
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, gathers_here]
 
 CACHES = ("auto", "fp8_e4m3", "bfloat16", "fp8_ds_mla")
 #: TP, PCP and DCP.

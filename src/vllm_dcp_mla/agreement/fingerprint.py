@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import __version__
 from ..compat.installed import installed_version, package_folder
+from ..compat.releases import installed_release
 from ..compat.versions import is_tested
 from ..settings import ENV_ONLY, Settings, env_name, load_settings
 from .differences import AUTOTUNE, HOST
@@ -94,6 +95,8 @@ def _autotune_cache(vllm_config: Any, world_rank: int) -> str:
         or package_folder("flashinfer") is None
     ):
         return "not used"
+    if not installed_release().autotunes_by_rank:
+        return "not known"
     from vllm.model_executor.warmup import flashinfer_autotune_cache as stock
 
     name = stock.flashinfer_autotune_filename(

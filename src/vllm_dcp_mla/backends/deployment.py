@@ -37,4 +37,5 @@ def deployment_of(
         ),
         libraries=libraries_here(),
         kernel=kernel,
+        interleave=parallel.cp_kv_cache_interleave_size,
     )

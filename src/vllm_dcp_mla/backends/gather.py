@@ -42,6 +42,11 @@ class PcpGatherMixin:
     #: None where PCP or DCP is off.
     gather_plan: GatherPlan | None = None
 
+    @property
+    def gather_rows(self) -> int:
+        """Most cache rows that each rank sends at a time; 0 where PCP or DCP is off."""
+        return self.gather_plan.rows_per_rank if self.gather_plan is not None else 0
+
     def _init_gather(self: Any) -> None:
         """Makes the workspace, while the model loads, where this engine gathers."""
         config = get_current_vllm_config()

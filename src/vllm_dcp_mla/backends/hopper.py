@@ -1,4 +1,4 @@
-"""SM90: FLASH_ATTN_MLA_SPARSE, the first sparse backend that vLLM asks there.
+"""SM90, with vLLM 0.33: FLASH_ATTN_MLA_SPARSE, the first sparse backend that vLLM asks there.
 
 Stock has no backend that serves DCP from a bf16 or fp8_e4m3 cache on Hopper. This one reads the
 query packed and in bf16, and dequantises a cache in the kernel.
@@ -22,17 +22,16 @@ from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .. import device_buffer
-from ..compat import a2a, flat_cache
+from ..compat import flat_cache
 from ..kernels import load_kernel, triton_decode
 from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
 from ..kernels.split import clear_empty_rows
 from ..key_splits import head_blocks
 from ..settings import load_settings
-from ..topology import gathered_heads
-from ..warmup import register_indexer_kernels, warm
+from ..warmup import warm
 from .batches import packed, sparse_batch
-from .gather import PcpGatherMixin
-from .gather_metadata import GatherBuilderMixin, GatherFields
+from .implementation import DcpImplMixin
+from .pcp import GatherBuilderMixin, GatherFields, PcpGatherMixin
 from .refusing import CapabilityTableMixin
 
 if TYPE_CHECKING:
@@ -44,33 +43,27 @@ logger = init_logger("vllm.dcp_mla.hopper")
 _FULL_STEPS = ("flashmla", "flash_attn3")
 
 
-class DcpFlashAttnMLASparseImpl(PcpGatherMixin, SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
+class DcpFlashAttnMLASparseImpl(
+    PcpGatherMixin, DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
+):
     """A kernel that splits keys for small steps, the fastest that takes the shape for others."""
 
     supports_dcp = True
     can_return_lse_for_decode = True
     lse_base_on_e = True
-    # Every token brings its own top-k row, filtered by rank and interleave, and the indexer bounds
-    # each token's keys after MTP tokens are expanded: no interleave is special.
-    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        parallel = config.parallel_config
         self._is_quantized = is_quantized_kv_cache(self.kv_cache_dtype)
         if self.kv_cache_dtype == "fp8":
             logger.info_once(
                 "The fp8 KV cache is fp8_e4m3 with one scale: FLASHMLA_SPARSE does not serve "
                 "fp8_ds_mla in this configuration."
             )
+        heads = self._kernel_heads(config)
         self._shape = LaunchShape(
-            heads=gathered_heads(
-                self.num_heads,
-                parallel.tensor_parallel_size,
-                parallel.prefill_context_parallel_size,
-                parallel.decode_context_parallel_size,
-            ),
+            heads=heads,
             topk=config.model_config.hf_text_config.index_topk,
             cache_dtype=torch.float8_e4m3fn if self._is_quantized else torch.bfloat16,
             dims=MlaDims(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim),
@@ -78,15 +71,16 @@ class DcpFlashAttnMLASparseImpl(PcpGatherMixin, SparseMLACommonImpl[FlashAttnMLA
         device = device_buffer.kernel_device()
         self._num_sms = device_buffer.num_sms(device)
         self._forced = load_settings(config.additional_config).kernel
-        self._kernels = {self._shape.heads: self._choose_kernels(self._shape.heads)}
+        self._kernels = {heads: self._choose_kernels(heads)}
+        self.kernel_names = self._kernels[heads].names
         self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
         triton_decode.warm_up(
             self._shape.cache_dtype, self._shape.dims, partial(warm, config, device)
         )
-        register_indexer_kernels(config)
+        _register_indexer_kernels(config)
         flat_cache.install(DcpFlashAttnMLASparseBackend)
-        a2a.install()
         self._init_gather()
+        self._join_ranks(config, heads=heads, gather_rows=self.gather_rows)
 
     def _forward_mqa_kernel(
         self,
@@ -189,8 +183,23 @@ class _Kernels:
     full: SparseMlaKernel
     small_tokens: int
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.small.name, self.full.name)))
+
     def of(self, tokens: int) -> SparseMlaKernel:
         return self.small if tokens <= self.small_tokens else self.full
+
+
+def _register_indexer_kernels(vllm_config: Any) -> None:
+    """Registers the kernels of vLLM's sparse indexer, as vLLM does for the backends it names."""
+    if not vllm_config.kernel_config.enable_jit_warmup:
+        return
+    from vllm.v1.attention.backends.mla import compressor_utils, indexer
+
+    compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL.register_warmup()
+    indexer._PREPARE_UNIFORM_DECODE_KERNEL.register_warmup()
+    indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL.register_warmup()
 
 
 @dataclass

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from ..capability import FLASH_ATTN_3, row
+from ..compat.releases import installed_release
 from ..indexer import hooks
 from ..settings import Settings, load_settings
 
@@ -27,7 +28,7 @@ _CLASSES = {
     ),
     "FlashAttnMLASparseFA4": (
         (f"{_STOCK}.flashattn_mla_sparse", "FlashAttnMLASparseFA4Backend"),
-        (f"{_OURS}.trtllm", "DcpFlashAttnMLASparseFA4Backend"),
+        (f"{_OURS}.flash_attn_4", "DcpFlashAttnMLASparseFA4Backend"),
     ),
     "FlashAttnMLASparse": (
         (f"{_STOCK}.flashattn_mla_sparse", "FlashAttnMLASparseBackend"),
@@ -71,6 +72,8 @@ def _engine() -> tuple[Settings, int]:
 
 def _of_this_gpu(settings: Settings) -> str:
     """The member that the alias stands for: the forced kernel's, else this GPU's."""
+    if FLASH_ATTN_3 in installed_release().left_to_stock:
+        return "FlashInferMLASparse"
     if settings.kernel != "auto":
         hopper = settings.kernel in row(FLASH_ATTN_3).kernels
     else:

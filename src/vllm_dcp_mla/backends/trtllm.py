@@ -1,4 +1,4 @@
-"""SM100: FLASHINFER_MLA_SPARSE, and FLASH_ATTN_MLA_SPARSE_FA4, which prefills with the same kernel.
+"""SM100: FLASHINFER_MLA_SPARSE, and what every class with its kernel shares.
 
 Stock sizes the workspace for a whole step and allocates it after memory was profiled. Here launches
 are split along tokens, so that a bounded workspace, made while the model loads, always suffices.
@@ -12,11 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
-    FlashAttnMLASparseFA4Backend,
-    FlashAttnMLASparseFA4Impl,
-    FlashAttnMLASparseFA4MetadataBuilder,
-)
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
     FlashInferMLASparseImpl,
     FlashInferMLASparseMetadata,
@@ -26,60 +21,51 @@ from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from .. import agreement, device_buffer
-from ..compat import a2a, sleep
+from .. import device_buffer
+from ..compat import empty_mask, sleep
+from ..compat.adapter import load_adapter
 from ..kernels import load_kernel
 from ..kernels.base import LaunchBuffers, MlaDims
-from ..kernels.split import clear_empty_rows, launch_split
+from ..kernels.split import launch_split
 from ..settings import load_settings, user_workspace_bytes
-from ..topology import gathered_heads
 from ..workspace import WorkspacePlan
 from .batches import packed, sparse_batch
-from .gather import PcpGatherMixin
-from .gather_metadata import GatherBuilderMixin, GatherFields
+from .implementation import DcpImplMixin
+from .pcp import GatherBuilderMixin, GatherFields, PcpGatherMixin
 from .refusing import CapabilityTableMixin, current_settings
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
 
 
-class _SplitLaunchImpl(PcpGatherMixin, FlashInferMLASparseImpl):
-    """Stock's implementation with the kernel call replaced, and prefill rows under PCP."""
+_Hook: Any = load_adapter().KernelHook
 
-    # Every token brings its own top-k row, filtered by rank and interleave, and the indexer bounds
-    # each token's keys after MTP tokens are expanded: no interleave is special.
-    supports_mtp_with_cp_non_trivial_interleave_size = True
+
+class SplitLaunchImpl(PcpGatherMixin, _Hook, DcpImplMixin, FlashInferMLASparseImpl):
+    """Stock's implementation with the kernel call replaced, and prefill rows under PCP."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = get_current_vllm_config()
-        parallel = config.parallel_config
         settings = load_settings(config.additional_config)
         self.kernel_is_forced = settings.kernel != "auto"
         self._kernel = load_kernel(settings.kernel if self.kernel_is_forced else "trtllm_gen")
+        self.kernel_names = (self._kernel.name,)
         self._dims = MlaDims(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim)
         self._max_num_tokens = config.scheduler_config.max_num_batched_tokens
         self._slab_limit_bytes = settings.slab_limit_bytes
-        heads = gathered_heads(
-            self.num_heads,
-            parallel.tensor_parallel_size,
-            parallel.prefill_context_parallel_size,
-            parallel.decode_context_parallel_size,
-        )
+        heads = self._kernel_heads(config)
         self._buffers, plan = self._acquire(heads)
         self._plans = {heads: plan}
         self._init_gather()
-        agreement.check(
+        self._join_ranks(
             config,
-            backend=type(self).__name__,
-            kernel=self._kernel.name,
             heads=heads,
             tokens_per_launch=plan.tokens_per_launch,
-            gather_rows=self.gather_plan.rows_per_rank if self.gather_plan else 0,
-            kv_cache_dtype=self.kv_cache_dtype,
+            gather_rows=self.gather_rows,
         )
         sleep.install()
-        a2a.install()
+        empty_mask.install()
 
     def _acquire(self, heads: int) -> tuple[LaunchBuffers, WorkspacePlan]:
         return device_buffer.acquire(
@@ -142,26 +128,13 @@ class _SplitLaunchImpl(PcpGatherMixin, FlashInferMLASparseImpl):
             lse.mul_(math.log(2.0))
         return batch.out, lse
 
-    def _forward_mqa_kernel(
-        self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
-        topk_indices: torch.Tensor,
-        valid_counts: torch.Tensor,
-        *,
-        layer: AttentionLayer,
-        block_size: int,
-        is_decode: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
-
 
 @dataclass
 class DcpFlashInferMLASparseMetadata(FlashInferMLASparseMetadata, GatherFields):
     """Stock's metadata, and what prefill rows gather under PCP."""
 
 
-class _NoSlabBuilder(GatherBuilderMixin, FlashInferMLASparseTRTLLMMetadataBuilder):
+class NoSlabBuilder(GatherBuilderMixin, FlashInferMLASparseTRTLLMMetadataBuilder):
     """Stock's builder without the workspace it allocates under DCP."""
 
     metadata_cls = DcpFlashInferMLASparseMetadata
@@ -177,7 +150,7 @@ class _NoSlabBuilder(GatherBuilderMixin, FlashInferMLASparseTRTLLMMetadataBuilde
         parent.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 
 
-class _AnyDeviceMixin:
+class AnyDeviceMixin:
     """A forced reference kernel runs on any device."""
 
     @classmethod
@@ -188,16 +161,16 @@ class _AnyDeviceMixin:
         return super().supports_compute_capability(capability)  # type: ignore[misc]
 
 
-class DcpFlashInferMLASparseImpl(_SplitLaunchImpl):
+class DcpFlashInferMLASparseImpl(SplitLaunchImpl):
     """trtllm-gen for every row."""
 
 
-class DcpFlashInferMLASparseBuilder(_NoSlabBuilder):
+class DcpFlashInferMLASparseBuilder(NoSlabBuilder):
     """Metadata of FLASHINFER_MLA_SPARSE."""
 
 
 class DcpFlashInferMLASparseBackend(
-    _AnyDeviceMixin, CapabilityTableMixin, FlashInferMLASparseTRTLLMBackend
+    AnyDeviceMixin, CapabilityTableMixin, FlashInferMLASparseTRTLLMBackend
 ):
     """FLASHINFER_MLA_SPARSE on SM100 under DCP."""
 
@@ -212,56 +185,3 @@ class DcpFlashInferMLASparseBackend(
     def get_builder_cls() -> type[DcpFlashInferMLASparseBuilder]:
         """The builder vLLM makes for each group of layers."""
         return DcpFlashInferMLASparseBuilder
-
-
-class DcpFlashAttnMLASparseFA4Impl(_SplitLaunchImpl, FlashAttnMLASparseFA4Impl):
-    """FlashAttention 4 for decode steps, trtllm-gen for steps with prefill."""
-
-    def _forward_mqa_kernel(
-        self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
-        topk_indices: torch.Tensor,
-        valid_counts: torch.Tensor,
-        *,
-        layer: AttentionLayer,
-        block_size: int,
-        is_decode: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not is_decode or self.kernel_is_forced:
-            return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
-        out, lse = FlashAttnMLASparseFA4Impl._forward_mqa_kernel(
-            self,
-            q,
-            kv_cache,
-            topk_indices,
-            valid_counts,
-            layer=layer,
-            block_size=block_size,
-            is_decode=True,
-        )
-        if lse is not None:
-            clear_empty_rows(out, lse, valid_counts)
-        return out, lse
-
-
-class DcpFlashAttnMLASparseFA4Builder(_NoSlabBuilder, FlashAttnMLASparseFA4MetadataBuilder):
-    """Metadata of FLASH_ATTN_MLA_SPARSE_FA4."""
-
-
-class DcpFlashAttnMLASparseFA4Backend(
-    _AnyDeviceMixin, CapabilityTableMixin, FlashAttnMLASparseFA4Backend
-):
-    """FLASH_ATTN_MLA_SPARSE_FA4 on SM100 under DCP; it shares the workspace."""
-
-    stock_refuses_pcp_with_dcp = True
-
-    @staticmethod
-    def get_impl_cls() -> type[DcpFlashAttnMLASparseFA4Impl]:
-        """The implementation vLLM builds for each layer."""
-        return DcpFlashAttnMLASparseFA4Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[DcpFlashAttnMLASparseFA4Builder]:
-        """The builder vLLM makes for each group of layers."""
-        return DcpFlashAttnMLASparseFA4Builder

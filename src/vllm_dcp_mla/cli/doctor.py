@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.table import Table
 
 from ..doctor.examine import examine
 from ..doctor.report import Report
+from ..doctor.server_log import LogError, read_log
 from ..planner.request import (
     IMPOSSIBLE,
     UNREADABLE,
@@ -37,9 +38,15 @@ def doctor(
         bool,
         typer.Option("--no-selection", help="Do not ask vLLM for its selection, which is slow."),
     ] = False,
+    log: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Look for known failures in a server's log instead."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Check the installation, and ask stock vLLM which backend it picks for a configuration."""
+    if log is not None:
+        _finish(_read_log(log, as_json), as_json)
     raw = RawRequest(model, gpu, tp, pcp, dcp, kv_cache_dtype, max_num_batched_tokens, comm)
     request: Request | list[str]
     try:
@@ -48,12 +55,7 @@ def doctor(
         if error.exit_code == UNREADABLE:
             _refuse(error.problems, as_json)
         request = error.problems
-    report = examine(request, backend=backend, select=not no_selection)
-    if as_json:
-        typer.echo(json.dumps(report.to_json()))
-    else:
-        _print(report)
-    raise typer.Exit(0 if report.ok else IMPOSSIBLE)
+    _finish(examine(request, backend=backend, select=not no_selection), as_json)
 
 
 def unanswered(problems: list[str]) -> dict[str, Any]:
@@ -61,7 +63,22 @@ def unanswered(problems: list[str]) -> dict[str, Any]:
     return {**Report([]).to_json(), "ok": False, "problems": problems}
 
 
-def _refuse(problems: list[str], as_json: bool) -> None:
+def _read_log(path: str, as_json: bool) -> Report:
+    try:
+        return read_log(path)
+    except LogError as error:
+        _refuse([str(error)], as_json)
+
+
+def _finish(report: Report, as_json: bool) -> NoReturn:
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+    else:
+        _print(report)
+    raise typer.Exit(0 if report.ok else IMPOSSIBLE)
+
+
+def _refuse(problems: list[str], as_json: bool) -> NoReturn:
     if as_json:
         typer.echo(json.dumps(unanswered(problems)))
     else:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ..compat.libraries import libraries_here
-from ..planner.plan import Plan, make_plan, plan_json
+from ..planner.compare import differences, read_plan
+from ..planner.figures import FiguresPlan, RawFigures, plan_figures, read_figures
+from ..planner.plan import Plan, make_plan
+from ..planner.plot import draw
+from ..planner.report import figures_json, plan_json
 from ..planner.request import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_UTILIZATION,
     IMPOSSIBLE,
     UNREADABLE,
     RawRequest,
@@ -19,14 +25,51 @@ from ..planner.request import (
     find_gpu,
     read_request,
 )
+from ..planner.sweep import read_sweep, run_sweep
 from ..settings import Settings, SettingsError, load_settings, user_workspace_bytes
-from . import options
+from . import options, plan_tables
 
-_GIB = 1 << 30
+_Text = str | None
+Utilization = Annotated[
+    str,
+    typer.Option(
+        "--utilization",
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        help="Share of the GPU that vLLM plans with.",
+    ),
+]
+Figure = Annotated[_Text, typer.Option(metavar="GIB", help="A figure of a server log.")]
+
+#: Flags that --sweep takes, and the fields of the request or the figures that they are.
+_SWEPT_REQUEST = {
+    name.replace("_", "-"): name
+    for name in (
+        *("model", "gpu", "tp", "pcp", "dcp", "kv_cache_dtype", "max_num_batched_tokens", "comm"),
+        *("max_model_len", "max_num_seqs", "block_size", "utilization", "mtp"),
+        *("total_gib", "graphs_gib", "autotune_gib"),
+    )
+}
+_SWEPT_FIGURES = {
+    name.replace("_", "-"): name
+    for name in ("utilization", "non_kv_gib", "graphs_gib", "autotune_gib", "total_gib")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A plan of either kind, and how the command ends."""
+
+    json: dict[str, Any]
+    exit_code: int
+    problems: list[str]
+    request: Request | None = None
+    plan: Plan | None = None
+    figures: FiguresPlan | None = None
 
 
 def plan(
-    model: options.Model = "glm-5.2",
+    model: options.Model = "glm-5.2-fp8",
     gpu: options.GpuName = "b200",
     tp: options.Tp = "8",
     pcp: options.Pcp = "1",
@@ -34,26 +77,79 @@ def plan(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     max_num_batched_tokens: options.MaxNumBatchedTokens = "8192",
     comm: options.Comm = None,
+    max_model_len: Annotated[
+        _Text, typer.Option(metavar="N", help="Most tokens of a request; left out: the model's.")
+    ] = None,
+    max_num_seqs: Annotated[
+        _Text, typer.Option(metavar="N", help="Most requests of a step; left out: vLLM's 1024.")
+    ] = None,
+    block_size: Annotated[
+        str, typer.Option(metavar="N", help="Tokens of a cache block on a rank.")
+    ] = DEFAULT_BLOCK_SIZE,
+    utilization: Utilization = DEFAULT_UTILIZATION,
+    mtp: Annotated[
+        str, typer.Option(metavar="N", help="Draft tokens of the MTP layer; 0: no drafter.")
+    ] = "0",
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Without CUDA graphs.")
+    ] = False,
+    context: Annotated[
+        _Text, typer.Option(metavar="N", help="Say how many requests of N tokens fit at once.")
+    ] = None,
+    total_gib: Annotated[
+        _Text, typer.Option(metavar="GIB", help="Memory of the GPU, instead of the known one.")
+    ] = None,
+    graphs_gib: Annotated[
+        _Text, typer.Option(metavar="GIB", help="CUDA graphs, instead of an estimate.")
+    ] = None,
+    autotune_gib: Annotated[
+        _Text, typer.Option(metavar="GIB", help="Autotuning, instead of an estimate.")
+    ] = None,
+    non_kv_gib: Figure = None,
+    kv_gib: Figure = None,
+    free_gib: Figure = None,
+    logged_utilization: Annotated[
+        str, typer.Option(metavar="SHARE", help="The share that --kv-gib, --free-gib come from.")
+    ] = DEFAULT_UTILIZATION,
+    sweep: Annotated[
+        _Text, typer.Option(metavar="FLAG=A,B,C", help="One plan a value, side by side.")
+    ] = None,
+    plot: Annotated[
+        _Text, typer.Option(metavar="FILE", help="Draw the plans as stacked bars.")
+    ] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A B", help="What differs between two files of plan --json."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Check a topology and size its attention workspace; needs neither torch, vLLM nor a GPU."""
-    raw = RawRequest(model, gpu, tp, pcp, dcp, kv_cache_dtype, max_num_batched_tokens, comm)
-    request: Request | None = None
+    """Say where the memory of a rank goes, and whether it fits; needs no torch, vLLM or GPU.
+
+    With --non-kv-gib, --kv-gib or --free-gib the figures of a server log are planned with instead
+    of a model; --total-gib is needed then.
+    """
+    raw = RawRequest(
+        model, gpu, tp, pcp, dcp, kv_cache_dtype, max_num_batched_tokens, comm, max_model_len,
+        max_num_seqs, block_size, utilization, mtp, context, enforce_eager, total_gib, graphs_gib,
+        autotune_gib,
+    )  # fmt: skip
+    figures = RawFigures(
+        total_gib, non_kv_gib, graphs_gib, autotune_gib, kv_gib, free_gib, utilization,
+        logged_utilization,
+    )  # fmt: skip
     try:
-        request = read_request(raw)
-        settings, user_workspace = _read_environment()
-        found_gpu = find_gpu(request.gpu)
-        answer = make_plan(request, found_gpu, libraries_here(), settings, user_workspace)
-        exit_code = IMPOSSIBLE if answer.problems else 0
+        if compare is not None:
+            exit_code = _compare(compare, as_json)
+        elif sweep is not None:
+            exit_code = _sweep(raw, figures, sweep, plot, as_json)
+        else:
+            exit_code = _one(raw, figures, plot, as_json)
     except RequestError as error:
-        kv = request.kv_cache_dtype if request else ""
-        answer, exit_code = Plan(kv, problems=error.problems), error.exit_code
-    if as_json:
-        typer.echo(json.dumps(plan_json(request, answer)))
-    else:
-        options.print_problems(answer.problems)
-        if request is not None and not answer.problems:
-            _print(request, answer)
+        exit_code = error.exit_code
+        if as_json:
+            typer.echo(json.dumps(unanswered(error.problems)))
+        else:
+            options.print_problems(error.problems)
     raise typer.Exit(exit_code)
 
 
@@ -62,44 +158,94 @@ def unanswered(problems: list[str]) -> dict[str, Any]:
     return plan_json(None, Plan("", problems=problems))
 
 
+def _one(raw: RawRequest, figures: RawFigures, plot: str | None, as_json: bool) -> int:
+    answer = _answer(raw, figures)
+    if plot is not None and answer.exit_code != UNREADABLE:
+        label = f"tp {raw.tp}, pcp {raw.pcp}, dcp {raw.dcp}"
+        title = "figures of a log" if figures.replace_a_model else f"{raw.model} on {raw.gpu}"
+        draw([(label, answer.json)], title, "", plot)
+    if as_json:
+        typer.echo(json.dumps(answer.json))
+        return answer.exit_code
+    options.print_problems(answer.problems)
+    if answer.request is not None and answer.plan is not None and answer.plan.ours is not None:
+        plan_tables.print_plan(answer.request, answer.plan)
+    elif answer.figures is not None:
+        plan_tables.print_figures(answer.figures)
+    return answer.exit_code
+
+
+def _answer(raw: RawRequest, figures: RawFigures) -> _Answer:
+    return _from_figures(figures) if figures.replace_a_model else _from_model(raw)
+
+
+def _from_model(raw: RawRequest) -> _Answer:
+    request: Request | None = None
+    try:
+        request = read_request(raw)
+        settings, user_workspace = _read_environment()
+        gpu = find_gpu(request.gpu)
+        plan = make_plan(request, gpu, libraries_here(), settings, user_workspace)
+        exit_code = IMPOSSIBLE if plan.problems else 0
+    except RequestError as error:
+        kv = request.kv_cache_dtype if request else ""
+        plan, exit_code = Plan(kv, problems=error.problems), error.exit_code
+    return _Answer(plan_json(request, plan), exit_code, plan.problems, request, plan)
+
+
+def _from_figures(raw: RawFigures) -> _Answer:
+    try:
+        plan = plan_figures(read_figures(raw))
+    except RequestError as error:
+        return _Answer(figures_json(None, error.problems), error.exit_code, error.problems)
+    exit_code = IMPOSSIBLE if plan.problems else 0
+    return _Answer(figures_json(plan, []), exit_code, plan.problems, figures=plan)
+
+
+def _sweep(raw: RawRequest, figures: RawFigures, text: str, plot: str | None, as_json: bool) -> int:
+    names = _SWEPT_FIGURES if figures.replace_a_model else _SWEPT_REQUEST
+    sweep = read_sweep(text, tuple(names))
+
+    def one(flag: str, value: str) -> dict[str, Any]:
+        change: dict[str, Any] = {names[flag]: value}
+        if figures.replace_a_model:
+            return _answer(raw, replace(figures, **change)).json
+        return _answer(replace(raw, **change), figures).json
+
+    rows = run_sweep(sweep, one)
+    if plot is not None:
+        title = "figures of a log" if figures.replace_a_model else _title(raw, names[sweep.flag])
+        draw([(row["value"], row) for row in rows], title, f"--{sweep.flag}", plot)
+    if as_json:
+        typer.echo(json.dumps({"sweep": sweep.flag, "plans": rows}))
+    else:
+        plan_tables.print_sweep(sweep.flag, rows)
+    # As long as one value works, the sweep has found it.
+    return 0 if any(row["ok"] for row in rows) else IMPOSSIBLE
+
+
+def _title(raw: RawRequest, swept: str) -> str:
+    named = {"tp": raw.tp, "pcp": raw.pcp, "dcp": raw.dcp}
+    sizes = ", ".join(f"{name} {size}" for name, size in named.items() if name != swept)
+    parts = [raw.model] * (swept != "model") + [f"on {raw.gpu}"] * (swept != "gpu")
+    return f"{' '.join(parts)}: {sizes}".strip(": ")
+
+
+def _compare(files: tuple[str, str], as_json: bool) -> int:
+    found = differences(*(read_plan(file) for file in files))
+    if as_json:
+        rows = [
+            {"name": d.name, "before": d.before, "after": d.after, "change": d.change}
+            for d in found
+        ]
+        typer.echo(json.dumps({"differences": rows}))
+    else:
+        plan_tables.print_differences(files, found)
+    return 0
+
+
 def _read_environment() -> tuple[Settings, int | None]:
     try:
         return load_settings(), user_workspace_bytes()
     except SettingsError as error:
         raise RequestError([str(error)], UNREADABLE) from None
-
-
-def _print(request: Request, answer: Plan) -> None:
-    out = options.console()
-    served = answer.served_by or "stock vLLM, as without DCP"
-    out.print(
-        f"{request.model} on {request.gpu}: tp {request.tp}, pcp {request.pcp}, dcp {request.dcp}, "
-        f"{answer.kv_cache_dtype} cache, served by {served}."
-    )
-    if answer.workspace.total_bytes:
-        out.print(_table(request, answer))
-    for note in answer.notes:
-        out.print(note)
-    out.print("Flags:", " ".join(answer.flags), soft_wrap=True)
-
-
-def _table(request: Request, answer: Plan) -> Table:
-    w, tokens = answer.workspace, request.max_num_batched_tokens
-    table = Table("attention workspace of a rank")
-    table.add_column("vllm-dcp-mla", justify="right")
-    table.add_column("stock vLLM", justify="right")
-    table.add_row("query heads the kernel is sized for", f"{w.heads:,}", f"{w.stock_heads:,}")
-    table.add_row("tokens a launch", f"{w.tokens_per_launch:,}", f"{tokens:,}")
-    table.add_row(f"launches for {tokens:,} tokens", f"{w.launches:,}", "1")
-    for line in answer.lines:
-        table.add_row(line.name, _bytes(line.bytes), _bytes(line.stock_bytes))
-    table.add_section()
-    together = "slab and scratch together" if w.slab_bytes else "together"
-    table.add_row(together, _bytes(w.total_bytes), _bytes(w.stock_total_bytes))
-    profiled = any(line.profiled for line in answer.lines)
-    table.add_row("counted by memory profiling", "yes" if profiled else "no", "no")
-    return table
-
-
-def _bytes(count: int) -> str:
-    return f"{count:,} B = {count / _GIB:.3f} GiB"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ..models import ModelConfigError
 from ..planner.request import IMPOSSIBLE, RawRequest, RequestError
-from ..rehearse import report
 from ..rehearse.config import INDEX_TOPK
 from ..rehearse.engine import GRAPHS
 from ..rehearse.faults import FAULTS
 from ..rehearse.machine import MachineError, examine
-from ..rehearse.rehearsal import rehearse as run_rehearsal
 from ..rehearse.request import RawRehearsal, read_rehearsal
 from ..settings import SettingsError, load_settings
 from . import options
@@ -75,13 +77,17 @@ def rehearse(
     try:
         rehearsal = read_rehearsal(raw, more)
         kernel = load_settings().kernel
-        with status:
+        with status, _unwinding_signals():
             machine = examine()
-            outcome = run_rehearsal(
+            # Both need what vLLM brings along; reading the command line does not.
+            from ..rehearse import rehearsal as running
+            from ..rehearse import report
+
+            outcome = running.rehearse(
                 rehearsal.configurations(machine, kernel),
                 machine,
                 rehearsal.options,
-                status.update,
+                lambda text: status.update(Text(text)),  # a folder's name is no markup
             )
     except RequestError as error:
         _refuse(error.problems, error.exit_code, as_json)
@@ -95,6 +101,27 @@ def rehearse(
         for line in report.remarks(outcome):
             out.print(line)
     raise typer.Exit(0 if outcome.ok else IMPOSSIBLE)
+
+
+@contextmanager
+def _unwinding_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a rehearsal as an interrupt does: no engine and no folder is left."""
+
+    def unwind(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    ours = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL  # nohup ignores SIGHUP: so it stays
+    ]
+    for number in ours:
+        signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def unanswered(problems: list[str]) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..compat.installed import package_folder
+from ..compat.releases import installed_release
 from ..planner.request import IMPOSSIBLE, UNREADABLE
 from ..selftest.faults import FAULTS, PCP_FAULTS, SPANNING_FAULTS
+from ..selftest.subjects import subject_of
 from ..selftest.world import Sizes
 from ..simulate.gpus import GPUS
 from ..topology import check_topology
@@ -43,7 +45,10 @@ def selftest(
         ),
     ] = "",
     interleave: Annotated[
-        str, typer.Option("--interleave", metavar="N", help="1 to 64; default: both 1 and 64.")
+        str,
+        typer.Option(
+            "--interleave", metavar="N", help="1 to 64; default: 1 and 64 (vLLM 0.29: 1)."
+        ),
     ] = "",
     device: Annotated[
         str, typer.Option("--device", metavar="cpu|cuda", help="Where tensors and kernels are.")
@@ -80,6 +85,22 @@ def selftest(
         problems.append(f"--break is {fault}, which shows with PCP only; add --pcp 2.")
     if fault in SPANNING_FAULTS and sizes.dcp <= sizes.pcp:
         problems.append(f"--break is {fault}; it needs --tp 2 --pcp 2 --dcp 4, or larger.")
+    release = installed_release()
+    if not release.interleaves and interleaves[0] > 1:
+        problems.append(
+            f"--interleave is {interleaves[0]}, but the indexer of vLLM {release.series} takes 1 "
+            "only under DCP; leave it out, or use vLLM 0.30 or newer."
+        )
+    if (member := subject_of(gpu).member) in release.left_to_stock:
+        problems.append(
+            f"--gpu is {gpu}, but {member} is stock's with vLLM {release.series}; leave it out, or "
+            "use vLLM 0.33."
+        )
+    if sizes.pcp > 1 and not release.gathers_here:
+        problems.append(
+            f"--pcp is {sizes.pcp}, but PCP with DCP is not served with vLLM {release.series}; "
+            "leave it out, or use vLLM 0.33."
+        )
     if package_folder("vllm") is None:
         problems.append("vLLM is not installed; run pip install 'vllm-dcp-mla[vllm]'.")
     if problems:
@@ -121,7 +142,8 @@ def _read_numbers(
     if one not in INTERLEAVES:
         allowed = ", ".join(map(str, INTERLEAVES))
         problems.append(f"--interleave is {one}; it must be one of {allowed}.")
-    return (Sizes(size, prompts, shared), [one] if interleave else [1, 64]), problems
+    both = [1, 64] if installed_release().interleaves else [1]
+    return (Sizes(size, prompts, shared), [one] if interleave else both), problems
 
 
 def _run(

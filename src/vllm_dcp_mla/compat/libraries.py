@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..capability import Libraries
 from .installed import installed_version, package_folder
+from .releases import installed_release
 
 #: Assumed where vLLM is not installed, as on a laptop: all that vLLM 0.33 ships with.
 ASSUMED = Libraries(flashinfer="0.7.2.post1", flashmla=True, flash_attn_4=True, flash_attn_3=True)
@@ -23,6 +24,7 @@ def libraries_here() -> Libraries:
         flash_attn_4=(vllm / "vllm_flash_attn" / "cute").is_dir()
         and package_folder("cutlass") is not None,
         flash_attn_3=has_flash_attn_3(vllm),
+        release=installed_release(),
     )
 
 

@@ -1,6 +1,7 @@
 """Every vLLM and FlashInfer symbol relied on, checked in the source text; nothing is imported.
 
-One that is missing, or lost an argument, switches the package off as a whole.
+One that is missing, or lost an argument, switches the package off as a whole. Which ones are relied
+on differs by series.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from . import flashinfer
 from .installed import package_folder
+from .releases import NEWEST, RELEASES, Release, installed_release
 
 _FLASHINFER = "vllm/v1/attention/backends/mla/flashinfer_mla_sparse.py"
 _FLASH_ATTN = "vllm/v1/attention/backends/mla/flashattn_mla_sparse.py"
@@ -32,6 +34,7 @@ _DCP = "vllm/v1/attention/ops/dcp.py"
 _CACHE = "vllm/v1/kv_cache_interface.py"
 _DEEP_GEMM = "vllm/utils/deep_gemm.py"
 _WARMUP = "vllm/model_executor/warmup/jit_warmup.py"
+_MERGE = "vllm/v1/attention/ops/merge_attn_states.py"
 _GROUPS = "vllm/distributed/parallel_state.py"
 _AUTOTUNE = "vllm/model_executor/warmup/flashinfer_autotune_cache.py"
 _ATTENTION_UTILS = "vllm/v1/attention/backends/utils.py"
@@ -41,9 +44,20 @@ _CHUNK_ARGS = (
     *("start_idx", "end_idx", "query_start_loc", "query_start_loc_cpu", "uncompressed_seq_lens"),
     *("compressed_seq_lens", "compressed_seq_lens_cpu", "block_table", "compress_ratio"),
     *("query_slice", "skip_kv_gather", "dcp_rank", "dcp_world_size"),
-    *("cp_kv_cache_interleave_size", "pcp_plan"),
+    "cp_kv_cache_interleave_size",
 )
 _KERNEL_ARGS = ("q", "kv_cache", "topk_indices", "layer", "block_size", "is_decode")
+_FORWARD_ARGS = ("q", "attn_metadata", "layer")
+_INDEX_ARGS = ("BLOCK_SIZE", "BLOCK_STRIDE_ROWS", "NUM_TOPK_TOKENS", "return_valid_counts")
+_DCP_INDEX_ARGS = (*_INDEX_ARGS, "dcp_size", "dcp_rank", "cp_kv_cache_interleave_size")
+_GATHERED_INDEX_ARGS = (
+    *(*_DCP_INDEX_ARGS, "HAS_PREFILL_WORKSPACE", "prefill_workspace_request_ids"),
+    *("prefill_workspace_starts", "prefill_workspace_rank_stride"),
+)
+_MERGE_ARGS = (
+    *("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse"),
+    "output_lse",
+)
 _BUILDER_ARGS = ("kv_cache_spec", "layer_names", "vllm_config", "device")
 _COMBINATION_ARGS = (
     *("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla"),
@@ -59,11 +73,14 @@ class Symbol:
         file: path below site-packages.
         name: dotted name inside the file.
         arguments: argument names a function must have.
+        since, until: minor numbers of the first and last series that it is relied on in.
     """
 
     file: str
     name: str
     arguments: tuple[str, ...] = ()
+    since: int = RELEASES[0].minor
+    until: int = NEWEST.minor
 
     def __str__(self) -> str:
         return f"{self.file[: -len('.py')].replace('/', '.')}.{self.name}"
@@ -72,12 +89,13 @@ class Symbol:
 SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_REGISTRY, "register_backend", ("backend", "class_path")),
     Symbol(_REGISTRY, "_ATTN_OVERRIDES"),
-    Symbol(_REGISTRY, "AttentionBackendEnum.register", ("name", "value")),
+    Symbol(_REGISTRY, "AttentionBackendEnum.register", ("name", "value"), since=32),
+    Symbol(_REGISTRY, "AttentionBackendEnum.CUSTOM", until=31),
     Symbol(_REGISTRY, "AttentionBackendEnum.get_path"),
     Symbol(_REGISTRY, "AttentionBackendEnum.is_overridden"),
     Symbol(_REGISTRY, "AttentionBackendEnum.FLASHINFER_MLA_SPARSE"),
-    Symbol(_REGISTRY, "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE_FA4"),
-    Symbol(_REGISTRY, "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE"),
+    Symbol(_REGISTRY, "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE_FA4", since=33),
+    Symbol(_REGISTRY, "AttentionBackendEnum.FLASH_ATTN_MLA_SPARSE", since=33),
     Symbol(_REGISTRY, "AttentionBackendEnum.FLASHMLA_SPARSE"),
     Symbol(_BACKEND, "AttentionBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_BACKEND, "AttentionBackend.supports_compute_capability", ("capability",)),
@@ -85,74 +103,96 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_BACKEND, "AttentionBackend.get_impl_cls"),
     Symbol(_BACKEND, "AttentionImplBase.need_to_return_lse_for_decode"),
     Symbol(_BACKEND, "AttentionImplBase.lse_base_on_e"),
-    Symbol(_SPARSE, "SparseMLACommonImpl.forward_mqa", ("q", "attn_metadata", "layer")),
-    Symbol(_SPARSE, "SparseMLACommonImpl._forward_mqa_kernel", (*_KERNEL_ARGS, "valid_counts")),
+    Symbol(_SPARSE, "SparseMLACommonImpl.forward_mqa", _FORWARD_ARGS, since=33),
+    Symbol(
+        _SPARSE,
+        "SparseMLACommonImpl._forward_mqa_kernel",
+        (*_KERNEL_ARGS, "valid_counts"),
+        since=33,
+    ),
     Symbol(_SPARSE, "SparseMLACommonMetadataBuilder.__init__", _BUILDER_ARGS),
     Symbol(_UTILS, "flat_kv_row_view", ("kv_cache", "block_size")),
-    Symbol(_UTILS, "request_row_bounds", ("req_idx",)),
-    Symbol(
-        _UTILS,
-        "triton_convert_req_index_to_global_index",
-        (
-            *("BLOCK_SIZE", "BLOCK_STRIDE_ROWS", "NUM_TOPK_TOKENS", "HAS_PREFILL_WORKSPACE"),
-            *("prefill_workspace_request_ids", "prefill_workspace_starts"),
-            *("prefill_workspace_rank_stride", "dcp_size", "dcp_rank"),
-            *("cp_kv_cache_interleave_size", "return_valid_counts"),
-        ),
-    ),
-    Symbol(
-        "vllm/v1/attention/ops/merge_attn_states.py",
-        "merge_attn_states",
-        (
-            *("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse"),
-            "output_lse",
-        ),
-    ),
-    Symbol(_ATTENTION_UTILS, "get_dcp_local_seq_lens"),
-    Symbol("vllm/utils/torch_utils.py", "async_tensor_h2d", ("data", "device")),
-    Symbol(_BACKEND, "CommonAttentionMetadata.dcp_local_seq_lens_cpu_upper_bound"),
-    Symbol(_BACKEND, "CommonAttentionMetadata.req_idx"),
-    Symbol(_GROUPS, "get_tp_group"),
-    Symbol(_GROUPS, "init_model_parallel_group", ("group_ranks", "group_name")),
-    Symbol(_GROUPS, "GroupCoordinator.device_group"),
+    Symbol(_UTILS, "request_row_bounds", ("req_idx",), since=33),
+    Symbol(_UTILS, "triton_convert_req_index_to_global_index", _GATHERED_INDEX_ARGS, since=33),
+    Symbol(_MERGE, "merge_attn_states", _MERGE_ARGS, since=33),
+    Symbol(_ATTENTION_UTILS, "get_dcp_local_seq_lens", since=33),
+    Symbol("vllm/utils/torch_utils.py", "async_tensor_h2d", ("data", "device"), since=33),
+    Symbol(_BACKEND, "CommonAttentionMetadata.dcp_local_seq_lens_cpu_upper_bound", since=33),
+    Symbol(_BACKEND, "CommonAttentionMetadata.req_idx", since=33),
+    Symbol(_GROUPS, "get_tp_group", since=33),
+    Symbol(_GROUPS, "init_model_parallel_group", ("group_ranks", "group_name"), since=33),
+    Symbol(_GROUPS, "GroupCoordinator.device_group", since=33),
     Symbol(_FLASHINFER, "FlashInferMLASparseMetadata"),
     Symbol(_FLASHINFER, "FlashInferMLASparseTRTLLMBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_FLASHINFER, "FlashInferMLASparseMetadataBuilder.__init__", _BUILDER_ARGS),
-    Symbol(_FLASHINFER, "FlashInferMLASparseTRTLLMMetadataBuilder.__init__", _BUILDER_ARGS),
-    Symbol(_FLASHINFER, "FlashInferMLASparseImpl._forward_mqa_kernel", (*_KERNEL_ARGS, "seq_lens")),
-    Symbol(_FLASH_ATTN, "FlashAttnMLASparseFA4Backend.supports_combination"),
-    Symbol(_FLASH_ATTN, "FlashAttnMLASparseFA4MetadataBuilder"),
+    Symbol(_FLASHINFER, "FlashInferMLASparseTRTLLMMetadataBuilder"),
+    Symbol(
+        _FLASHINFER, "FlashInferMLASparseTRTLLMMetadataBuilder.__init__", _BUILDER_ARGS, since=30
+    ),
+    Symbol(_FLASHINFER, "FlashInferMLASparseImpl.forward_mqa", _FORWARD_ARGS, until=32),
+    Symbol(
+        _FLASHINFER,
+        "FlashInferMLASparseImpl._prepare_mqa_kernel",
+        ("layer", "device"),
+        since=30,
+        until=32,
+    ),
+    Symbol(
+        _FLASHINFER,
+        "FlashInferMLASparseImpl._run_mqa_kernel",
+        ("q", "kv_cache", "topk_indices", "seq_lens"),
+        since=30,
+        until=32,
+    ),
+    Symbol(
+        _FLASHINFER,
+        "FlashInferMLASparseImpl._forward_mqa_kernel",
+        (*_KERNEL_ARGS, "seq_lens"),
+        since=33,
+    ),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseFA4Backend.supports_combination", since=33),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseFA4MetadataBuilder", since=33),
     Symbol(
         _FLASH_ATTN,
         "FlashAttnMLASparseFA4Impl._forward_mqa_kernel",
         (*_KERNEL_ARGS, "valid_counts"),
+        since=33,
     ),
-    Symbol(_FLASH_ATTN, "FlashAttnMLASparseBackend.get_supported_kernel_block_sizes"),
-    Symbol(_FLASH_ATTN, "FlashAttnMLASparseBackend.customize_spec"),
-    Symbol(_FLASH_ATTN, "FlashAttnMLASparseMetadata"),
-    Symbol(_FLASH_ATTN, "FlashAttnMLASparseMetadataBuilder.__init__", _BUILDER_ARGS),
+    Symbol(_UTILS, "triton_filter_and_convert_dcp_index", _DCP_INDEX_ARGS, until=29),
+    Symbol(_UTILS, "triton_convert_req_index_to_global_index", _INDEX_ARGS, until=29),
+    Symbol(_FLASHMLA, "FlashMLASparseBackend"),
+    Symbol(_FLASHMLA, "FlashMLASparseBackend.supports_combination", _COMBINATION_ARGS, since=30),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseBackend.get_supported_kernel_block_sizes", since=33),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseBackend.customize_spec", since=33),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseMetadata", since=33),
+    Symbol(_FLASH_ATTN, "FlashAttnMLASparseMetadataBuilder.__init__", _BUILDER_ARGS, since=33),
     Symbol(
         _SPARSE,
         "SparseMLACommonMetadataBuilder._init_reorder_batch_threshold",
         ("reorder_batch_threshold", "supports_spec_as_decode", "supports_dcp_with_varlen"),
+        since=33,
     ),
     Symbol("vllm/logger.py", "init_logger"),
     Symbol("vllm/platforms/interface.py", "Platform.get_device_capability"),
-    Symbol(_MLA, "MLAAttention._uses_flat_kv_cache"),
-    Symbol(_MLA, "MLAAttention.bind_kv_cache"),
-    Symbol(_FLASHMLA_OPS, "is_flashmla_sparse_supported"),
-    Symbol(_FLASHMLA_LIBRARY, "flash_mla_sparse_fwd", ("d_v", "topk_length", "out")),
+    Symbol(_MLA, "MLAAttention._uses_flat_kv_cache", since=33),
+    Symbol(_MLA, "MLAAttention.bind_kv_cache", since=33),
+    Symbol(_FLASHMLA_OPS, "is_flashmla_sparse_supported", since=33),
+    Symbol(_FLASHMLA_LIBRARY, "flash_mla_sparse_fwd", ("d_v", "topk_length", "out"), since=33),
     Symbol(
         _FLASH_ATTN_LIBRARY,
         "flash_attn_varlen_func",
         ("q_v", "seqused_k", "block_table", "return_softmax_lse", "out", "fa_version"),
+        since=33,
     ),
-    Symbol(_FLASH_ATTN_LIBRARY, "is_fa_version_supported", ("fa_version",)),
-    Symbol(_FLASH_ATTN_LIBRARY, "fa_version_unsupported_reason", ("fa_version",)),
-    Symbol(_COMPRESSOR, "_COMPRESSED_SLOT_MAPPING_KERNEL"),
-    Symbol(_INDEXER, "_PREPARE_UNIFORM_DECODE_KERNEL"),
-    Symbol(_INDEXER, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL"),
-    Symbol(_FLASHMLA, "FlashMLASparseBackend.supports_combination", _COMBINATION_ARGS),
+    Symbol(_FLASH_ATTN_LIBRARY, "is_fa_version_supported", ("fa_version",), since=33),
+    Symbol(_FLASH_ATTN_LIBRARY, "fa_version_unsupported_reason", ("fa_version",), since=33),
+    Symbol(_COMPRESSOR, "_COMPRESSED_SLOT_MAPPING_KERNEL", since=33),
+    Symbol(_INDEXER, "_PREPARE_UNIFORM_DECODE_KERNEL", since=33),
+    Symbol(_INDEXER, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL", since=33),
+    Symbol(_UTILS, "triton_filter_and_convert_dcp_index", _DCP_INDEX_ARGS, until=29),
+    Symbol(_UTILS, "triton_convert_req_index_to_global_index", _INDEX_ARGS, until=29),
+    Symbol(_FLASHMLA, "FlashMLASparseBackend"),
+    Symbol(_FLASHMLA, "FlashMLASparseBackend.supports_combination", _COMBINATION_ARGS, since=30),
     Symbol(_WORKER, "Worker.wake_up", ("tags",)),
     Symbol(_BACKEND, "CommonAttentionMetadata.seq_lens_cpu_upper_bound"),
     Symbol(_BACKEND, "CommonAttentionMetadata.query_start_loc_cpu"),
@@ -165,28 +205,38 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm/envs.py", "environment_variables"),
     Symbol(_WARMUP, "JitWarmupRegistry._active"),
     Symbol(_DCP, "_dcp_a2a_pack_send", ("seq_lens", "query_start_loc")),
+    Symbol(_DCP, "mask_dcp_empty_shards_", ("lse", "seq_lens", "query_start_loc"), until=29),
     Symbol(_MODEL, "DeepseekV32IndexerBackend"),
     Symbol(_MODEL, "DeepseekV32IndexerCache.get_attn_backend"),
     Symbol(_INDEXER, "DeepseekV32IndexerMetadataBuilder.__init__", ("block_table_width",)),
     Symbol(_INDEXER, "DeepseekV32IndexerMetadataBuilder.build", ("common_attn_metadata",)),
-    Symbol(_INDEXER, "DeepseekV32IndexerMetadataBuilder._prefill_split_seq_lens"),
     Symbol(
         _INDEXER,
         "DeepseekV32IndexerMetadataBuilder._split_indexer_prefill_chunks",
         ("prefill_query_lens_cpu", "max_logits_bytes"),
+        since=30,
     ),
-    Symbol(_INDEXER, "build_prefill_chunk_metadata", _CHUNK_ARGS),
+    Symbol(_INDEXER, "split_indexer_prefill_chunks", ("seq_lens_cpu", "workspace_size"), until=29),
+    Symbol(
+        _INDEXER,
+        "DeepseekV32IndexerMetadataBuilder._dcp_localize_decode_seq_lens",
+        ("seq_lens", "num_decodes", "seq_lens_is_buffer_view"),
+        until=29,
+    ),
+    Symbol(_INDEXER, "build_prefill_chunk_metadata", _CHUNK_ARGS, until=29),
+    Symbol(_INDEXER, "build_prefill_chunk_metadata", (*_CHUNK_ARGS, "pcp_plan"), since=30),
     Symbol(_INDEXER, "BuildPrefillChunkMetadataKernel.get_warmup_keys", ("vllm_config",)),
     Symbol(_INDEXER, "get_paged_mqa_logits_metadata"),
     *(
         Symbol(_INDEXER, f"DeepseekV32IndexerPrefillChunkMetadata.{field}")
         for field in (
             *("block_table", "cu_seqlen_ks", "cu_seqlen_ke", "cu_seq_lens", "token_to_seq"),
-            *("total_seq_lens", "max_seqlen_k", "token_start", "token_end", "num_reqs"),
-            *("skip_kv_gather", "local_cu_seq_lens", "local_total_seq_lens"),
-            *("max_local_total_seq_lens", "pcp_deinterleave_idx"),
+            *("total_seq_lens", "token_start", "token_end", "num_reqs", "skip_kv_gather"),
+            *("local_cu_seq_lens", "local_total_seq_lens", "max_local_total_seq_lens"),
         )
     ),
+    Symbol(_INDEXER, "DeepseekV32IndexerPrefillChunkMetadata.pcp_deinterleave_idx", since=30),
+    Symbol(_INDEXER, "DeepseekV32IndexerPrefillChunkMetadata.max_seqlen_k", since=33),
     Symbol(_GROUPS, "get_dcp_group"),
     Symbol(_GROUPS, "get_world_group"),
     Symbol(_GROUPS, "model_parallel_is_initialized"),
@@ -194,15 +244,21 @@ SYMBOLS: tuple[Symbol, ...] = (
         Symbol(_GROUPS, f"GroupCoordinator.{attribute}")
         for attribute in ("rank", "ranks", "rank_in_group", "cpu_group")
     ),
-    Symbol(_AUTOTUNE, "flashinfer_autotune_root"),
-    Symbol(_AUTOTUNE, "flashinfer_autotune_filename", ("dp_rank", "rank")),
+    Symbol(_AUTOTUNE, "flashinfer_autotune_root", since=33),
+    Symbol(_AUTOTUNE, "flashinfer_autotune_filename", ("dp_rank", "rank"), since=33),
     Symbol(_DEEP_GEMM, "_paged_mqa_logits_schedule_slots", ("num_sms", "next_n")),
-    Symbol(_TRITON, "VllmTritonJitKernel.warmup_inputs", ("compile_key",)),
+    Symbol(_TRITON, "VllmTritonJitKernel.warmup_inputs", ("compile_key",), since=30),
     Symbol(_TRITON, "TritonWarmupTensor"),
-    Symbol(_WARMUP, "kernel_launcher"),
+    Symbol(_WARMUP, "kernel_launcher", since=30),
+    Symbol(_WARMUP, "VllmJitKernel.compile", ("compile_key",)),
     Symbol(_WARMUP, "VllmJitKernel.register_warmup"),
     Symbol(_WARMUP, "VllmJitKernel.warmup"),
 )
+
+
+def symbols_of(release: Release) -> tuple[Symbol, ...]:
+    """What is relied on in a series."""
+    return tuple(s for s in SYMBOLS if s.since <= release.minor <= s.until)
 
 
 def missing_symbols() -> list[str]:
@@ -231,7 +287,7 @@ def _missing_of_flashinfer() -> list[str]:
 def _missing_of_vllm(root: Path) -> list[str]:
     trees: dict[str, ast.Module | None] = {}
     problems = []
-    for symbol in SYMBOLS:
+    for symbol in symbols_of(installed_release()):
         if symbol.file not in trees:
             path = root / symbol.file
             trees[symbol.file] = ast.parse(path.read_bytes()) if path.is_file() else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compat.installed import package_folder
-from ..plugin import ALIAS, ALIAS_PATH, OVERRIDES, why_off
+from ..plugin import ALIAS_PATH, alias, overrides, why_off
 from ..settings import SettingsError, env_name, load_settings, user_workspace_bytes
 from .probe import DISTRIBUTION, GROUP
 from .processes import Probed
@@ -18,8 +18,12 @@ from .versions import INSTALL_VLLM
 ENTRY_POINT = "dcp_mla"
 ENTRY_POINT_VALUE = "vllm_dcp_mla.plugin:register"
 PLUGINS_ENV = "VLLM_PLUGINS"
-MEMBERS = (*OVERRIDES, ALIAS)
 _INSTALL = f"pip install --force-reinstall --no-deps {DISTRIBUTION}"
+
+
+def members() -> tuple[str, ...]:
+    """The backend names that are this package's with the installed vLLM."""
+    return (*overrides(), alias())
 
 
 def check_discovered(probed: Probed) -> list[Check]:
@@ -114,11 +118,11 @@ def check_members(probed: Probed, environ: Mapping[str, str]) -> list[Check]:
         else:
             found, fix = f"vLLM does not load: {probed.error}", "reinstall vLLM and its torch"
         return [Check("registered backends", "fail", found, "vLLM's registry", fix)]
-    return [_check_member(name, registry["members"].get(name), environ) for name in MEMBERS]
+    return [_check_member(name, registry["members"].get(name), environ) for name in members()]
 
 
 def _check_member(name: str, member: Mapping[str, Any] | None, environ: Mapping[str, str]) -> Check:
-    ours = OVERRIDES.get(name, ALIAS_PATH)
+    ours = overrides().get(name, ALIAS_PATH)
     title, expected = f"backend {name}", f"ours: {ours}"
     if member is not None and member["path"] == ours:
         return Check(title, "pass", f"ours: {ours}", expected)

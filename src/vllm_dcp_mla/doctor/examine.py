@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ..compat.installed import installed_version
 from ..planner.request import Request
-from .discovery import MEMBERS, check_allowed, check_discovered, check_members, check_settings
+from .discovery import check_allowed, check_discovered, check_members, check_settings, members
 from .flashinfer_source import check_launcher, check_signature
 from .machine import check_gpu, check_libraries, check_torch
 from .processes import run_probe
@@ -28,7 +28,7 @@ def examine(request: Request | list[str], *, backend: str | None, select: bool) 
     problems = request if isinstance(request, list) else request.problems()
     with ThreadPoolExecutor() as pool:
         metadata = pool.submit(run_probe, "metadata")
-        runtime = pool.submit(run_probe, "runtime", MEMBERS)
+        runtime = pool.submit(run_probe, "runtime", members())
         selected = None
         if select and not problems and not isinstance(request, list):
             selected = pool.submit(_select, request, backend)

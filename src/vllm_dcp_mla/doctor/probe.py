@@ -85,7 +85,8 @@ def report_registry(members: list[str]) -> None:
                     "overridden": known[name].is_overridden(),
                 }
                 for name in members
-                if name in known
+                # A placeholder that nobody has registered has no path.
+                if name in known and (known[name].value or known[name].is_overridden())
             }
         },
     )

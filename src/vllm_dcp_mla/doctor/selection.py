@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..planner.request import LOCAL, Request, RequestError, find_gpu
+from ..plugin import ALIAS, alias
 from ..simulate.selection import Question, SelectionError, ask
 from .report import Check, Selection
 
@@ -39,6 +40,8 @@ def check_selection(request: Request, backend: str | None) -> tuple[Check, Selec
         )
     except SelectionError as error:
         fix = "change the configuration as it says, or see the checks above"
+        if backend == ALIAS != alias():
+            fix = f"with this vLLM the name is {alias()}: --attention-backend {alias()}"
         found = " ".join(str(error).split())
         return Check(_NAME, "fail", found, _EXPECTED, fix), Selection()
     selection = Selection(answer.picked, answer.cls, answer.refused)

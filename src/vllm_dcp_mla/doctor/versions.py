@@ -8,7 +8,7 @@ import sys
 from packaging.version import InvalidVersion, Version
 
 from ..capability_rules import MIN_FLASHINFER
-from ..compat.installed import installed_version
+from ..compat.installed import installed_version, package_folder
 from ..compat.symbols import missing_symbols
 from ..compat.versions import TESTED, is_tested
 from ..settings import SettingsError, env_name, load_settings
@@ -16,6 +16,8 @@ from .report import Check
 
 INSTALL_VLLM = "pip install 'vllm-dcp-mla[vllm]'"
 _REINSTALL_VLLM = f"{INSTALL_VLLM}: vLLM brings it"
+#: The first whose files are not those of cuda-bindings.
+MIN_CUDA_PYTHON = "12.8"
 _PYTHON = ((3, 11), (3, 13))
 
 
@@ -28,6 +30,7 @@ def check_versions() -> list[Check]:
         _check_present("triton"),
         _check_flashinfer(),
         _check_cubin(),
+        _check_cuda_python(),
     ]
 
 
@@ -93,6 +96,31 @@ def _check_cubin() -> Check:
         fix = f"pip install {name}=={library}" if library else f"pip uninstall {name}"
         return Check(name, "fail", f"{found}, flashinfer-python is {library}", expected, fix)
     return Check(name, "pass", found, expected)
+
+
+def _check_cuda_python() -> Check:
+    """Whether cuda-python and cuda-bindings, which share a folder, are of one kind.
+
+    Before 12.8 cuda-python held the files that cuda-bindings holds since. Installed side by side
+    they overwrite each other's, and an upgrade of the one removes what belongs to the other.
+    """
+    name, bindings = "cuda-python", installed_version("cuda-bindings")
+    found = installed_version(name)
+    expected = f"none, or {MIN_CUDA_PYTHON} or newer beside whole cuda-bindings"
+    if found is None or bindings is None:
+        return Check(name, "pass", found or "not installed", expected)
+    both = f"{found} beside cuda-bindings {bindings}"
+    fix = (
+        f"pip install --force-reinstall --no-deps '{name}>={MIN_CUDA_PYTHON}' "
+        f"cuda-bindings=={bindings}"
+    )
+    folder = package_folder("cuda")
+    if folder is not None and not any(folder.glob("bindings/driver*")):
+        return Check(name, "fail", f"{both}: cuda/bindings/driver is missing", expected, fix)
+    if Version(found) < Version(MIN_CUDA_PYTHON) <= Version(bindings):
+        said = f"{both}: one overwrote files of the other, and FlashInfer may not import"
+        return Check(name, "warn", said, expected, fix)
+    return Check(name, "pass", both, expected)
 
 
 def check_symbols() -> Check:

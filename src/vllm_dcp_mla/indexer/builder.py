@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.mla.indexer import (
     DeepseekV32IndexerMetadataBuilder,
 )
 
+from ..compat.adapter import load_adapter
 from ..settings import load_settings
 from ..warmup import warm
 from . import scope
@@ -18,8 +19,10 @@ from .chunk_kernel import CHUNK_BOUNDS_KERNEL
 from .exchange import bound_chunks, max_rows
 from .lengths import local_lengths
 
+_Hook: Any = load_adapter().IndexerHook
 
-class DcpIndexerBuilder(DeepseekV32IndexerMetadataBuilder):
+
+class DcpIndexerBuilder(_Hook, DeepseekV32IndexerMetadataBuilder):
     """Serves GLM-5.x and DeepSeek-V3.2 under DCP; for every other engine it is stock's builder."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +56,8 @@ class DcpIndexerBuilder(DeepseekV32IndexerMetadataBuilder):
                 f"{self.vllm_config.model_config.max_model_len}, dcp {self.dcp_world_size}); it "
                 "would lose the last ones. Please report this with the vLLM version."
             )
-        with scope.building(self._no_work, *self._leading_empty(common_attn_metadata)):
+        empty = self._leading_empty(common_attn_metadata)
+        with scope.building(self.split_prefills, self._no_work, *empty):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _leading_empty(self, common: Any) -> tuple[int, int]:
@@ -70,24 +74,23 @@ class DcpIndexerBuilder(DeepseekV32IndexerMetadataBuilder):
         requests = int(holds.int().argmax())
         return requests, int(common.query_start_loc_cpu[requests])
 
-    def _prefill_split_seq_lens(self, seq_lens_cpu: torch.Tensor) -> torch.Tensor:
-        """The lengths that chunks are budgeted by: what the fullest rank stores of each request.
+    def split_prefills(
+        self, stock: Any, seq_lens_cpu: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> list[tuple[slice, slice]]:
+        """Stock's chunks of prefills, each with its query rows, within what a rank stores.
 
         Logits and gathered keys of a chunk are local to a rank; stock budgets them as if a rank had
-        all keys, and makes ``dcp`` times as many chunks, each with its collective.
-        """
-        if not self.serves_dcp:
-            return super()._prefill_split_seq_lens(seq_lens_cpu)
-        return local_lengths(
-            seq_lens_cpu, 0, self.dcp_world_size, self.compressed_cp_interleave_size
-        )
+        all keys, and makes ``dcp`` times as many chunks, each with its collective. Here the lengths
+        are what the fullest rank stores of each request.
 
-    def _split_indexer_prefill_chunks(self, *args: Any, **kwargs: Any) -> list[tuple[slice, slice]]:
-        chunks = DeepseekV32IndexerMetadataBuilder._split_indexer_prefill_chunks(*args, **kwargs)
-        # With PCP the rows of a chunk see all keys, and exchange no candidates.
-        if not self.serves_dcp or self.use_pcp:
-            return chunks
-        return bound_chunks(chunks, self._max_exchange_rows)
+        Args:
+            stock: splits by what it is given.
+            seq_lens_cpu: ``[prefills]`` compressed lengths.
+            args, kwargs: what else stock is given.
+        """
+        interleave = self.cp_kv_cache_interleave_size // self.compress_ratio
+        local = local_lengths(seq_lens_cpu, 0, self.dcp_world_size, interleave)
+        return bound_chunks(stock(local, *args, **kwargs), self._max_exchange_rows)
 
 
 class DcpIndexerBackend(DeepseekV32IndexerBackend):

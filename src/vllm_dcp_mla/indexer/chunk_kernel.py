@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.model_executor.warmup.jit_warmup import kernel_launcher
-from vllm.model_executor.warmup.jit_warmup_triton_helper import (
-    TritonWarmupTensor,
-    VllmTritonJitKernel,
-)
 from vllm.triton_utils import tl, triton
+
+from ..compat.adapter import load_adapter
 
 _BLOCK = 1024
 _INT32_END = 1 << 31  # from here on Triton would type an argument i64: another variant
@@ -91,7 +88,10 @@ def _chunk_bounds_kernel(  # type: ignore[no-untyped-def]
             tl.store(token_to_seq_ptr + key, request, mask=key < key_end)
 
 
-class ChunkBoundsKernel(VllmTritonJitKernel["ChunkBoundsKernel.CompileKey"]):
+_STOCK: Any = load_adapter()
+
+
+class ChunkBoundsKernel(_STOCK.TritonJitKernel):
     """The kernel as vLLM warms it: one compile key per compress ratio."""
 
     kernel = _chunk_bounds_kernel
@@ -112,7 +112,7 @@ class ChunkBoundsKernel(VllmTritonJitKernel["ChunkBoundsKernel.CompileKey"]):
 
     def warmup_inputs(self, compile_key: CompileKey) -> dict[str, Any]:
         """Any inputs: nothing of them is part of the key."""
-        pointer = TritonWarmupTensor(torch.int32)
+        pointer = _STOCK.TritonWarmupTensor(torch.int32)
         pointers = {name.removesuffix("_ptr"): pointer for name in _POINTERS}
         return {
             **pointers,
@@ -122,7 +122,7 @@ class ChunkBoundsKernel(VllmTritonJitKernel["ChunkBoundsKernel.CompileKey"]):
             "compress_ratio": compile_key.compress_ratio,
         }
 
-    @kernel_launcher  # type: ignore[untyped-decorator]
+    @_STOCK.kernel_launcher  # type: ignore[untyped-decorator]
     def __call__(
         self,
         query_start_loc: torch.Tensor,

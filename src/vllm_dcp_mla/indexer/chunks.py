@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerPrefillChunkMetadata
 
+from ..compat.adapter import load_adapter
 from .chunk_kernel import write_chunk_bounds
 from .lengths import local_lengths
+
+_ABSENT_FIELDS: frozenset[str] = load_adapter().ABSENT_CHUNK_FIELDS
 
 
 @dataclass(slots=True)
@@ -112,7 +115,7 @@ class ChunkBuild:
             compress_ratio=compress_ratio,
         )
         requests.written = True
-        return DeepseekV32IndexerPrefillChunkMetadata(
+        return _metadata(
             block_table=block_table[start_idx:end_idx],
             cu_seqlen_ks=key_start,
             cu_seqlen_ke=key_end,
@@ -158,6 +161,12 @@ class ChunkBuild:
                 max_key_len=int(most_cpu.max()),
             )
         return self.requests[span]
+
+
+def _metadata(**fields: Any) -> DeepseekV32IndexerPrefillChunkMetadata:
+    """Stock's metadata, without the fields that its series does not have."""
+    present = {n: value for n, value in fields.items() if n not in _ABSENT_FIELDS}
+    return DeepseekV32IndexerPrefillChunkMetadata(**present)
 
 
 def _cumulative(lengths: torch.Tensor) -> torch.Tensor:

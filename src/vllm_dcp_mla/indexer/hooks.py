@@ -10,6 +10,7 @@ and their MTP layers). All others run stock's code, in the same process too.
 2. ``indexer.build_prefill_chunk_metadata`` and ``indexer.get_paged_mqa_logits_metadata``: module
    globals that stock's ``build()`` calls, shared with other models' builders. Guard: they do what
    they did unless one of our builds is running (:func:`.scope.building`).
+   With vLLM 0.29 also the module's ``split_indexer_prefill_chunks``, a method since.
 3. ``BuildPrefillChunkMetadataKernel.get_warmup_keys``: stock's variants of the replaced kernel are
    not compiled. Guard: only for engines that :func:`.scope.serves` names.
 
@@ -24,6 +25,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..compat.adapter import load_adapter
 from . import scope
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def install() -> None:
     _dispatch_chunks(indexer)
     _dispatch_schedule(indexer)
     _drop_stock_variants(indexer)
+    load_adapter().install_indexer_hooks(indexer)
 
 
 def _dispatch_chunks(indexer: Any) -> None:

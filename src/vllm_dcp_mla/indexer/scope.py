@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,12 +24,14 @@ class Running:
     """One of our builds.
 
     Attributes:
+        split_prefills: see :meth:`.builder.DcpIndexerBuilder.split_prefills`.
         chunks: makes its prefill chunks.
         no_work: ``[slots + 1, 2]`` int32, an empty DeepGEMM schedule.
         empty_requests: requests at the front that this rank stores no key of.
         empty_tokens: their query tokens.
     """
 
+    split_prefills: Callable[..., list[tuple[slice, slice]]]
     chunks: ChunkBuild
     no_work: torch.Tensor
     empty_requests: int
@@ -55,20 +57,27 @@ def serves(vllm_config: Any) -> bool:
 
 
 @contextmanager
-def building(no_work: torch.Tensor, empty_requests: int, empty_tokens: int) -> Iterator[None]:
+def building(
+    split_prefills: Callable[..., list[tuple[slice, slice]]],
+    no_work: torch.Tensor,
+    empty_requests: int,
+    empty_tokens: int,
+) -> Iterator[None]:
     """While it runs, stock's ``build()`` gets its chunks from us.
 
     Decodes come first in a batch. Where this rank stores no key of any of them, DeepGEMM is not
     asked for a schedule: releases of it read past lengths that are all zero.
 
     Args:
+        split_prefills: the builder's.
         no_work: ``[slots + 1, 2]`` int32, an empty DeepGEMM schedule.
         empty_requests: requests at the front that this rank stores no key of.
         empty_tokens: their query tokens.
     """
     from .chunks import ChunkBuild
 
-    token = _running.set(Running(ChunkBuild(), no_work, empty_requests, empty_tokens))
+    running = Running(split_prefills, ChunkBuild(), no_work, empty_requests, empty_tokens)
+    token = _running.set(running)
     try:
         yield
     finally:

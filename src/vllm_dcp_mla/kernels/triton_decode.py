@@ -181,7 +181,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
         partial_lse_ptr + partial + every * heads, mask=every < parts, other=float("-inf")
     )
     top = tl.where(parts > 0, tl.max(lses, 0), 0.0)
-    total = tl.sum(tl.exp2(lses - top), 0)
+    total = tl.where(parts > 0, tl.sum(tl.exp2(lses - top), 0), 1.0)
 
     latent = tl.arange(0, LATENT)
     acc = tl.zeros((LATENT,), tl.float32)

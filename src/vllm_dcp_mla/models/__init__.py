@@ -7,11 +7,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-#: Name on the command line: file beside this one. Quantised checkpoints share their base's dims.
+#: Name on the command line: file beside this one. The layers that glm-5.2-nvfp4 leaves in bfloat16
+#: are those that give its published size (about 465 GB), not read off the checkpoint.
 BUILT_IN = {
     "glm-5.2": "glm-5.2.json",
-    "glm-5.2-fp8": "glm-5.2.json",
-    "glm-5.2-nvfp4": "glm-5.2.json",
+    "glm-5.2-fp8": "glm-5.2-fp8.json",
+    "glm-5.2-nvfp4": "glm-5.2-nvfp4.json",
     "deepseek-v3.2": "deepseek-v3.2.json",
 }
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..compat.releases import Release
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """Defaults of one architecture in vLLM 0.33.
+    """Defaults of one architecture in the newest supported vLLM.
 
     Attributes:
         comm: ``--dcp-comm-backend``.
@@ -35,11 +37,15 @@ def model_defaults(config: Mapping[str, Any]) -> ModelDefaults:
     return _DEFAULTS
 
 
-def resolve_kv_cache_dtype(config: Mapping[str, Any], requested: str, arch: tuple[int, int]) -> str:
+def resolve_kv_cache_dtype(
+    config: Mapping[str, Any], requested: str, arch: tuple[int, int], release: Release
+) -> str:
     """The cache dtype that ``--kv-cache-dtype requested`` leads to on a GPU."""
     if requested != "auto":
         return requested
-    return model_defaults(config).sm10x_kv_cache_dtype if arch[0] == 10 else "bfloat16"
+    if arch[0] != 10 or not release.defaults_to_fp8:
+        return "bfloat16"
+    return model_defaults(config).sm10x_kv_cache_dtype
 
 
 def resolve_comm(config: Mapping[str, Any], requested: str | None, pcp: int, dcp: int) -> str:

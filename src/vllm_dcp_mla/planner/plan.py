@@ -1,13 +1,14 @@
-"""The memory of a configuration, stock vLLM beside this package: the attention workspace."""
+"""The memory of a configuration, line by line, stock vLLM beside this package."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..capability import (
     FLASH_ATTN_3,
     FLASHINFER,
+    FLASHMLA,
     TABLE,
     Deployment,
     Libraries,
@@ -20,33 +21,27 @@ from ..capability_rules import arch_name
 from ..key_splits import partial_bytes
 from ..settings import Settings
 from ..simulate.gpus import Gpu
-from ..workspace import (
-    WorkspacePlan,
-    counter_bytes,
-    plan_workspace,
-    softmax_stats_bytes,
-    stock_workspace_bytes,
-)
+from ..workspace import WorkspacePlan, plan_workspace
+from . import estimates, kv_cache, outcome
 from .defaults import model_defaults
+from .estimates import Estimate
+from .kv_cache import CacheRows, KvCapacity
+from .lines import (
+    Line,
+    Subject,
+    has_trtllm_workspace,
+    memory_lines,
+    stock_slab_and_scratch,
+)
+from .model import ModelMemory, ModelMemoryError, read_model
+from .outcome import Outcome
 from .request import Request
+from .weights import rank_weights
+from .workload import Workload
 
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One allocation of a rank.
-
-    Attributes:
-        name: what it is.
-        bytes: with this package.
-        stock_bytes: with stock vLLM.
-        profiled: whether vLLM's memory profiling sees it with this package, so that the KV cache is
-            sized with it; stock's is made after profiling.
-    """
-
-    name: str
-    bytes: int
-    stock_bytes: int
-    profiled: bool
+#: The largest step that is searched for, and the grain of the search.
+_MOST_TOKENS = 131072
+_TOKENS_STEP = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +75,18 @@ class Plan:
         kv_cache_dtype: after the model's defaults; as typed where no GPU is known.
         served_by: name of the backend, None where dcp is 1 or nothing serves.
         workspace: the trtllm-gen workspace.
-        lines: what it consists of.
+        lines: every allocation but the KV cache.
+        ours: what they add up to with this package; None where nothing was planned.
+        stock: the same with stock vLLM.
+        rows: what a token takes in the KV cache.
+        checkpoint_bytes: bytes of the checkpoint, its MTP layers included.
+        weights_from: where the bytes of weights come from.
+        context: tokens of a request for which concurrency is said.
+        kv_gain: logical tokens beside the same GPUs without DCP, None where that does not fit.
+        max_tokens: the largest ``--max-num-batched-tokens`` that works, None when none does.
         flags: for ``vllm serve``.
         notes: what the figures do not say, one sentence each.
+        warnings: what may go wrong, one sentence each.
         problems: why it does not work, one sentence each; empty when it does.
     """
 
@@ -90,9 +94,41 @@ class Plan:
     served_by: str | None = None
     workspace: Workspace = Workspace()
     lines: list[Line] = field(default_factory=list)
+    ours: Outcome | None = None
+    stock: Outcome | None = None
+    rows: CacheRows | None = None
+    checkpoint_bytes: int = 0
+    weights_from: str = ""
+    context: int = 0
+    kv_gain: float | None = None
+    max_tokens: int | None = None
     flags: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What does not change while batch and DCP are varied."""
+
+    request: Request
+    gpu: Gpu
+    model: ModelMemory
+    settings: Settings
+    user_workspace: int | None
+
+    def total_bytes(self) -> int:
+        return self.request.total_bytes or self.gpu.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluated:
+    lines: list[Line]
+    ours: Outcome
+    stock: Outcome
+    split: WorkspacePlan | None
+    rows: CacheRows
 
 
 def make_plan(
@@ -114,130 +150,208 @@ def make_plan(
     if problems := request.problems():
         return Plan(request.kv_cache_dtype, problems=problems)
     d = request.deployment(gpu, libraries, kernel=settings.kernel)
-    if d.dcp == 1:
-        return _plan_without_dcp(request, d, user_workspace)
-    served_by = serving(d)
-    if served_by is None:
+    served_by = None if d.dcp == 1 else serving(d)
+    if d.dcp > 1 and served_by is None:
         return Plan(d.kv_cache_dtype, problems=_refused_by_all(request, d))
-    flags = _flags(request, d)
-    if not row(served_by).ours:
-        note = (
-            f"{served_by} serves this on {arch_name(d.arch)}, with a class of stock vLLM: it has "
-            "no trtllm-gen workspace."
-        )
-        heads = Workspace(heads=d.kernel_heads, stock_heads=d.heads_per_rank * d.dcp)
-        return Plan(d.kv_cache_dtype, served_by, heads, flags=flags, notes=[note])
-    if served_by == FLASH_ATTN_3:
-        return _plan_partials(request, d, gpu, flags)
     try:
+        model = read_model(request.model, request.config)
+    except ModelMemoryError as error:
+        return Plan(d.kv_cache_dtype, served_by, problems=[str(error)])
+    case = _Case(request, gpu, model, settings, user_workspace)
+    workload = request.workload(model.spec)
+    if problems := request.workload_problems(model.spec):
+        return Plan(d.kv_cache_dtype, served_by, problems=problems)
+    try:
+        done = _evaluate(case, d, workload)
+    except ValueError as error:  # a workspace that does not hold one token
+        return Plan(d.kv_cache_dtype, served_by, problems=[str(error)])
+    return _answer(case, d, served_by, workload, done)
+
+
+def _answer(
+    case: _Case, d: Deployment, served_by: str | None, workload: Workload, done: _Evaluated
+) -> Plan:
+    request, model = case.request, case.model
+    answer = Plan(
+        kv_cache_dtype=d.kv_cache_dtype,
+        served_by=served_by,
+        workspace=_workspace(case, d, workload, done.split),
+        lines=done.lines,
+        ours=done.ours,
+        stock=done.stock,
+        rows=done.rows,
+        checkpoint_bytes=model.checkpoint_bytes,
+        weights_from=model.weights_from,
+        context=request.context or workload.max_model_len,
+        kv_gain=_gain(case, d, workload, done.ours.kv),
+        max_tokens=_largest_batch(case, d, workload),
+        notes=_notes(case, d, served_by, workload),
+        warnings=outcome.warnings(done.ours),
+        problems=outcome.refusals(done.ours, done.lines, workload.max_model_len),
+    )
+    return answer if answer.problems else replace(answer, flags=_flags(request, d, workload))
+
+
+def _evaluate(case: _Case, d: Deployment, workload: Workload) -> _Evaluated:
+    backend = serving(d) if d.dcp > 1 else _stock_backend(d)
+    assert backend is not None
+    spec, total = case.model.spec, case.total_bytes()
+    cache_format = _cache_format(backend, d)
+    split = None
+    if d.dcp > 1 and has_trtllm_workspace(backend, d.arch):
         split = plan_workspace(
             d.kernel_heads,
-            request.max_num_batched_tokens,
-            slab_limit_bytes=settings.slab_limit_bytes,
-            workspace_bytes=user_workspace,
+            workload.max_num_batched_tokens,
+            slab_limit_bytes=case.settings.slab_limit_bytes,
+            workspace_bytes=case.user_workspace,
         )
-    except ValueError as error:
-        return Plan(d.kv_cache_dtype, served_by, problems=[str(error)])
-    return _plan_split(request, d, gpu, split, user_workspace, served_by, flags)
-
-
-def _plan_partials(request: Request, d: Deployment, gpu: Gpu, flags: list[str]) -> Plan:
-    size = partial_bytes(d.dims.kv_lora_rank, gpu.sms)
-    workspace = Workspace(
-        heads=d.kernel_heads,
-        stock_heads=d.heads_per_rank * d.dcp,
-        tokens_per_launch=request.max_num_batched_tokens,
-        launches=1,
-        total_bytes=size,
+    drafter = workload.spec_tokens > 0
+    lines = memory_lines(
+        Subject(
+            spec=spec,
+            weights=rank_weights(case.model.weights, spec, d.tp, d.pcp, drafter=drafter),
+            fp4=case.model.fp4_experts,
+            workload=workload,
+            deployment=d,
+            cache_format=cache_format,
+            backend=backend,
+            sms=case.gpu.sms,
+            split=split,
+            user_workspace=case.user_workspace,
+            settings=case.settings,
+            graphs=_graphs(case.request),
+            autotune=_given(case.request.autotune_bytes),
+        )
     )
-    lines = [Line("partial results of split keys", size, 0, profiled=True)]
-    same = (
-        "The workspace is the same for every model and step; it is made while the model loads, so "
-        "that memory profiling counts it."
+    row_bytes = kv_cache.row_bytes(cache_format, spec.cache_row_width)
+    rows = kv_cache.cache_rows(spec, row_bytes, drafter=drafter)
+
+    def make_kv(budget: int) -> KvCapacity:
+        return KvCapacity(rows.bytes_per_token, budget, workload.block_size, d.dcp)
+
+    used = case.request.utilization
+    return _Evaluated(
+        lines=lines,
+        ours=outcome.add_up(lines, total, used, make_kv),
+        stock=outcome.add_up(lines, total, used, make_kv, stock=True),
+        split=split,
+        rows=rows,
     )
-    notes = [same, "Stock vLLM does not serve this configuration."]
-    return Plan(d.kv_cache_dtype, FLASH_ATTN_3, workspace, lines, flags, notes)
 
 
-def _plan_split(
-    request: Request,
-    d: Deployment,
-    gpu: Gpu,
-    split: WorkspacePlan,
-    user_workspace: int | None,
-    served_by: str,
-    flags: list[str],
-) -> Plan:
-    tokens = request.max_num_batched_tokens
-    stock_heads = d.heads_per_rank * d.dcp
-    stock_slab = softmax_stats_bytes(stock_heads, tokens)
-    stock_total = stock_workspace_bytes(d.heads_per_rank, d.dcp, tokens)
-    counted = (
-        "The workspace is made while the model loads, so that memory profiling counts it; stock "
-        "vLLM makes its own after profiling, outside the KV budget."
-    )
-    notes = [counted]
-    if user_workspace is not None:
-        if user_workspace < stock_total:
-            notes.append(
-                f"VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE is {user_workspace} bytes: launches are "
-                f"split to fit it; stock vLLM would need {stock_total} bytes for a full step and "
-                "may overflow it."
-            )
-        stock_total = user_workspace
-        stock_slab = min(stock_slab, stock_total)
-    workspace = Workspace(
-        heads=split.num_heads,
-        stock_heads=stock_heads,
+def _graphs(request: Request) -> Estimate:
+    if request.eager:
+        return Estimate.exactly(0)
+    return _given(request.graphs_bytes) or estimates.GRAPHS
+
+
+def _given(size: int | None) -> Estimate | None:
+    return None if size is None else Estimate.exactly(size)
+
+
+def _stock_backend(d: Deployment) -> str:
+    """What vLLM picks without DCP."""
+    if d.arch[0] == 10 and d.kv_cache_dtype in row(FLASHINFER).formats:
+        return FLASHINFER
+    return FLASHMLA
+
+
+def _cache_format(backend: str, d: Deployment) -> str:
+    formats = row(backend).formats
+    return formats.get(d.kv_cache_dtype, d.kv_cache_dtype)
+
+
+def _gain(case: _Case, d: Deployment, workload: Workload, kv: KvCapacity) -> float | None:
+    """Beside the same GPUs without DCP."""
+    if d.dcp == 1:
+        return None
+    alone = _evaluate(case, replace(d, dcp=1), workload)
+    return kv_cache.gain(alone.ours.kv, kv)
+
+
+def _largest_batch(case: _Case, d: Deployment, workload: Workload) -> int | None:
+    def works(tokens: int) -> bool:
+        w = replace(
+            workload,
+            max_num_batched_tokens=tokens,
+            max_num_seqs=min(workload.max_num_seqs, tokens),
+        )
+        done = _evaluate(case, d, w)
+        return not outcome.refusals(done.ours, done.lines, w.max_model_len)
+
+    return largest(works, _TOKENS_STEP, _MOST_TOKENS)
+
+
+def largest(works: Callable[[int], bool], step: int, most: int) -> int | None:
+    """The largest multiple of ``step`` up to ``most`` that works, where smaller ones do too."""
+    low, high = 0, most // step
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if works(middle * step) else (low, middle - 1)
+    return low * step or None
+
+
+def _workspace(
+    case: _Case, d: Deployment, workload: Workload, split: WorkspacePlan | None
+) -> Workspace:
+    tokens = workload.max_num_batched_tokens
+    heads = Workspace(heads=d.kernel_heads, stock_heads=d.heads_per_rank * d.dcp)
+    backend = serving(d) if d.dcp > 1 else _stock_backend(d)
+    if backend == FLASH_ATTN_3:
+        size = partial_bytes(d.dims.kv_lora_rank, case.gpu.sms)
+        return replace(heads, tokens_per_launch=tokens, launches=1, total_bytes=size)
+    if backend is None or not has_trtllm_workspace(backend, d.arch):
+        return heads
+    stock_total = sum(stock_slab_and_scratch(d, tokens, case.user_workspace))
+    if split is None:
+        return replace(
+            heads,
+            tokens_per_launch=tokens,
+            launches=1,
+            total_bytes=stock_total,
+            stock_total_bytes=stock_total,
+        )
+    return replace(
+        heads,
         tokens_per_launch=split.tokens_per_launch,
         launches=split.num_launches(tokens),
         slab_bytes=split.slab_bytes,
         total_bytes=split.total_bytes,
         stock_total_bytes=stock_total,
     )
-    lines = [
-        Line("trtllm-gen softmax-statistics slab", split.slab_bytes, stock_slab, profiled=True),
-        Line(
-            "trtllm-gen scratch",
-            split.total_bytes - split.slab_bytes,
-            stock_total - stock_slab,
-            profiled=True,
-        ),
-        Line(
-            "trtllm-gen counter buffer",
-            split.counter_bytes(gpu.sms),
-            # FlashInfer makes one of this size in every call that is given none.
-            counter_bytes(d.kernel_heads, tokens, gpu.sms),
-            profiled=True,
-        ),
-    ]
-    return Plan(d.kv_cache_dtype, served_by, workspace, lines, flags, notes)
 
 
-def _plan_without_dcp(request: Request, d: Deployment, user_workspace: int | None) -> Plan:
-    notes = ["Without DCP everything is stock vLLM's: no LSE is asked for, so there is no slab."]
-    flags = _flags(request, d)
-    workspace = Workspace(heads=d.heads_per_rank, stock_heads=d.heads_per_rank)
-    lines = []
-    if d.arch[0] == 10 and d.kv_cache_dtype in row(FLASHINFER).formats:
-        tokens = request.max_num_batched_tokens
-        total = user_workspace or stock_workspace_bytes(d.heads_per_rank, d.dcp, tokens)
-        workspace = Workspace(
-            heads=d.heads_per_rank,
-            stock_heads=d.heads_per_rank,
-            tokens_per_launch=tokens,
-            launches=1,
-            total_bytes=total,
-            stock_total_bytes=total,
-        )
-        lines = [Line("trtllm-gen scratch", total, total, profiled=False)]
-        notes.append(f"The workspace exists where vLLM picks {FLASHINFER}.")
-    else:
+def _notes(case: _Case, d: Deployment, served_by: str | None, workload: Workload) -> list[str]:
+    notes = []
+    backend = served_by or _stock_backend(d)
+    if d.dcp == 1:
+        notes.append("Without DCP all of it is stock vLLM's: no LSE is asked for, no slab made.")
+    elif has_trtllm_workspace(backend, d.arch):
         notes.append(
-            f"There is no trtllm-gen workspace with kv-cache-dtype {d.kv_cache_dtype} on "
-            f"{arch_name(d.arch)}."
+            "The workspace is made while the model loads, so that profiling counts it; stock vLLM "
+            "makes its own afterwards, outside the KV budget."
         )
-    return Plan(d.kv_cache_dtype, None, workspace, lines, flags, notes)
+    elif backend == FLASH_ATTN_3:
+        notes.append(
+            "The workspace is the same for every model and step; it is made while the model loads, "
+            "so that profiling counts it. Stock vLLM does not serve this configuration."
+        )
+    elif not row(backend).ours:
+        notes.append(
+            f"{backend} serves this on {arch_name(d.arch)}, with a class of stock vLLM: it has no "
+            "trtllm-gen workspace."
+        )
+    user = case.user_workspace
+    if user is not None and d.dcp > 1 and has_trtllm_workspace(backend, d.arch):
+        needed = sum(stock_slab_and_scratch(d, workload.max_num_batched_tokens, None))
+        if user < needed:
+            notes.append(
+                f"VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE is {user} bytes: launches are split to fit "
+                f"it; stock vLLM would need {needed} bytes for a full step and may overflow it."
+            )
+    if d.dcp > 1 and d.pcp > 1 and backend == FLASHINFER:
+        notes.append("Stock vLLM refuses PCP with DCP here; its column is what its formulas give.")
+    return notes
 
 
 def _refused_by_all(request: Request, d: Deployment) -> list[str]:
@@ -254,7 +368,7 @@ def _refused_by_all(request: Request, d: Deployment) -> list[str]:
     return problems
 
 
-def _flags(request: Request, d: Deployment) -> list[str]:
+def _flags(request: Request, d: Deployment, workload: Workload) -> list[str]:
     flags = [f"--tensor-parallel-size {d.tp}"]
     if d.pcp > 1:
         flags.append(f"--prefill-context-parallel-size {d.pcp}")
@@ -264,42 +378,5 @@ def _flags(request: Request, d: Deployment) -> list[str]:
             flags.append(f"--dcp-comm-backend {d.comm}")
     flags.append(f"--kv-cache-dtype {d.kv_cache_dtype}")
     flags.append(f"--max-num-batched-tokens {request.max_num_batched_tokens}")
+    flags.extend(request.other_flags(workload))
     return flags
-
-
-def plan_json(request: Request | None, plan: Plan) -> dict[str, Any]:
-    """The machine-readable answer; every key is there, whatever the answer is.
-
-    Args:
-        request: what was asked for, None where it could not be read.
-        plan: the answer.
-    """
-    w = plan.workspace
-    return {
-        "ok": not plan.problems,
-        "problems": plan.problems,
-        "topology": {
-            "tp": request.tp if request else None,
-            "pcp": request.pcp if request else None,
-            "dcp": request.dcp if request else None,
-            "gpu": request.gpu if request else None,
-            "kv_cache_dtype": plan.kv_cache_dtype if request else None,
-        },
-        "workspace": {
-            "heads": w.heads,
-            "tokens_per_launch": w.tokens_per_launch,
-            "slab_bytes": w.slab_bytes,
-            "total_bytes": w.total_bytes,
-            "stock_total_bytes": w.stock_total_bytes,
-        },
-        "lines": [
-            {
-                "name": line.name,
-                "bytes": line.bytes,
-                "stock_bytes": line.stock_bytes,
-                "profiled": line.profiled,
-            }
-            for line in plan.lines
-        ],
-        "flags": plan.flags,
-    }

@@ -31,6 +31,7 @@ class RehearsalModel:
         vocab_size: token ids are below it.
         max_model_len: the longest context that its rope table has rows for.
         key_elements: of a token's row of a layer's KV cache.
+        latent_elements: those of them that are values too.
         index_head_dim: of the indexer's keys.
     """
 
@@ -44,6 +45,7 @@ class RehearsalModel:
     vocab_size: int
     max_model_len: int
     key_elements: int
+    latent_elements: int
     index_head_dim: int
 
     def cache_bytes(self, kv_cache_dtype: str) -> int:
@@ -95,5 +97,6 @@ def write_checkpoint(
         vocab_size=config["vocab_size"],
         max_model_len=min(MAX_MODEL_LEN, config["max_position_embeddings"]),
         key_elements=config["kv_lora_rank"] + config["qk_rope_head_dim"],
+        latent_elements=config["kv_lora_rank"],
         index_head_dim=config["index_head_dim"],
     )

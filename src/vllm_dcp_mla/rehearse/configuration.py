@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..models import BUILT_IN
+from ..plugin import ALIAS
 from .engine import SHARED_UTILIZATION, EngineSpec, Graphs
 
-ALIAS = "DCP_MLA_SPARSE"
 #: Utilisation of an engine that has its GPUs for itself.
 _UTILIZATION = 0.8
+#: Characters of a folder's name that an engine's name keeps.
+_MODEL_CHARACTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class Configuration:
         graphs: CUDA graphs.
         kernel: the package's setting; ``reference`` runs the SM100 classes on any GPU.
         force_mqa: keep short prompts off the dense prefill path, which reads no cache.
+        ours: whether a class of this package is to serve it; not part of the engine.
     """
 
     model: str
@@ -40,6 +47,7 @@ class Configuration:
     graphs: Graphs
     kernel: str
     force_mqa: bool = True
+    ours: bool = False
 
     @property
     def world(self) -> int:
@@ -48,13 +56,17 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """Of the engine and its cases; a file name too."""
+        """Of the engine and its cases; a file name too.
+
+        Configurations that run different engines differ in it, but for ``kernel``, which all have
+        in common.
+        """
         sizes = "-".join(
             f"{label}{size}"
             for label, size in (("tp", self.tp), ("pcp", self.pcp), ("dcp", self.dcp))
             if size > 1 or label == "tp"
         )
-        parts = [Path(self.model).name, sizes, self.kv_cache_dtype]
+        parts = [_model_name(self.model), sizes, self.kv_cache_dtype]
         if self.dcp > 1:
             parts.append(self.comm)
         if self.graphs != "none":
@@ -80,6 +92,16 @@ class Limits:
 
     max_model_len: int
     max_num_batched_tokens: int
+
+
+def _model_name(model: str) -> str:
+    """A built-in name, or a folder's with what sets it apart from others of that name."""
+    if model in BUILT_IN:
+        return model
+    folder = Path(model).resolve()
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:6]
+    plain = re.sub("[^A-Za-z0-9.-]+", "-", folder.name)[:_MODEL_CHARACTERS]
+    return f"{plain}-{digest}"
 
 
 def engine_of(
@@ -118,8 +140,10 @@ def engine_of(
 
 def with_baselines(configurations: Sequence[Configuration]) -> list[Configuration]:
     """All engines to run, the TP1 and TP2 ones that several share only once, and first."""
-    baselines = [c.baseline(tp) for c in configurations for tp in (1, 2)]
-    return list(dict.fromkeys([*baselines, *configurations]))
+    engines: dict[str, Configuration] = {}
+    for one in (*(c.baseline(tp) for c in configurations for tp in (1, 2)), *configurations):
+        engines.setdefault(one.name, one)
+    return list(engines.values())
 
 
 #: The cover that one GPU can run: every pair of values occurs in some engine.

@@ -45,10 +45,9 @@ def distance(scores: np.ndarray, reference: np.ndarray) -> float:
     """
     if scores.shape != reference.shape:
         raise ValueError(f"{scores.shape} log-probabilities against {reference.shape}")
-    gap = np.abs(scores - reference)
-    if not np.isfinite(gap).all():
+    if not (np.isfinite(scores).all() and np.isfinite(reference).all()):
         raise ValueError("a log-probability is not finite")
-    return float(gap.mean())
+    return float(np.abs(scores - reference).mean())
 
 
 def compare(distances: np.ndarray, noise: np.ndarray, seed: int = 0) -> Drift:
@@ -59,11 +58,16 @@ def compare(distances: np.ndarray, noise: np.ndarray, seed: int = 0) -> Drift:
 
     Args:
         distances: ``[N]``, one a prompt.
-        noise: ``[N]``, the rounding noise of the same prompts, of a positive mean.
+        noise: ``[N]``, the rounding noise of the same prompts.
         seed: of the resampling.
+
+    Raises:
+        ValueError: the shapes differ, are empty, or a value is no number.
     """
     if distances.shape != noise.shape or distances.ndim != 1 or not distances.size:
         raise ValueError(f"distances {distances.shape} against noise {noise.shape}")
+    if not (np.isfinite(distances).all() and np.isfinite(noise).all()):
+        raise ValueError("a distance is not finite")
     drawn = np.random.default_rng(seed).integers(distances.size, size=(_RESAMPLES, distances.size))
     means, noises = distances[drawn].mean(axis=1), noise[drawn].mean(axis=1)
     tail = (1 - _CONFIDENCE) / 2
@@ -71,7 +75,8 @@ def compare(distances: np.ndarray, noise: np.ndarray, seed: int = 0) -> Drift:
         # No noise and no distance is no drift; a distance without noise is without bound.
         ratios = np.where(means == 0, 0.0, means / noises)
         ratio = 0.0 if distances.mean() == 0 else float(distances.mean() / noise.mean())
-    low, high = np.quantile(ratios, [tail, 1 - tail])
+    # Not interpolated: between two infinities there is no number.
+    low, high = np.quantile(ratios, [tail, 1 - tail], method="inverted_cdf")
     return Drift(
         distances.size, float(distances.mean()), float(noise.mean()), ratio, float(low), float(high)
     )

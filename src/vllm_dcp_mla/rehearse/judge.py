@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from ..gather_plan import DEFAULT_GATHER_LIMIT_BYTES, plan_gather
+from ..key_splits import partial_bytes
 from ..topology import gathered_heads
 from ..workspace import DEFAULT_SLAB_LIMIT_BYTES, plan_workspace
+from .checkpoint import RehearsalModel
 from .configuration import Configuration
 from .drift import DRIFT_LIMIT, Drift, compare, distance
+from .engine import MAX_NUM_SEQS
 from .observe import OURS
 from .schedule import EngineResult
 from .workload import Prompt
+
+#: Log-probabilities ``[positions][scored tokens]`` of a prompt.
+Scores = Sequence[Sequence[float]]
+
+#: States of a soak, before and after each round, that can show growth.
+_FEWEST_STATES = 5
+#: Growth in bytes in the second half of a soak. Torch takes segments of 2 or 20 MiB, and a step
+#: more crowded than any before may need one more; a leak needs one after the other.
+_ACCEPTED_GROWTH = {
+    "what tensors hold": 0,
+    "memory outside of torch": 0,
+    "what torch keeps": 20 << 20,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +64,22 @@ class Case:
     drift: Drift | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The case with the fixed keys of every command's cases."""
-        return asdict(self)
+        """The case with the fixed keys of every command's cases; JSON knows no infinity: null."""
+        return asdict(self, dict_factory=lambda items: _finite(dict(items)))
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
 
 
 def judge(
     configuration: Configuration,
     results: Mapping[str, EngineResult],
     prompts: Sequence[Prompt],
-    heads: int,
+    model: RehearsalModel,
 ) -> list[Case]:
     """A configuration's cases: how it ran, its memory, and its drift in each length class.
 
@@ -62,7 +87,7 @@ def judge(
         configuration: what is judged.
         results: of all engines, by name.
         prompts: what they served.
-        heads: the model's query heads.
+        model: that served them.
     """
     result = results[configuration.name]
     one, two = (results[configuration.baseline(tp).name] for tp in (1, 2))
@@ -73,7 +98,7 @@ def judge(
     if failed:
         return cases + failed
     if configuration.dcp > 1:
-        cases += _memory(configuration, result, heads)
+        cases += _memory(configuration, result, model)
     return cases + _drifts(configuration, result, one, two, prompts)
 
 
@@ -112,6 +137,12 @@ def conduct(configuration: Configuration, result: EngineResult) -> Case:
         problems += [
             f"rank {number}: {what} waited for the GPU." for what in _of_ours(rank["syncs"])
         ]
+        if configuration.ours:
+            problems += [
+                f"rank {number}: {impl} served, which is not this package's."
+                for impl in engine["impls"]
+                if not impl.startswith(f"{OURS}.")
+            ]
     counts = tuple(rank["collectives"] for rank in result.ranks)
     if len({rank["collective_order"] for rank in result.ranks}) > 1:
         problems.append(f"the ranks' collectives differ; they called {counts} of them.")
@@ -139,24 +170,46 @@ def _of_ours(noted: Sequence[Sequence[str]]) -> list[str]:
     return [what for owner, what in noted if owner == OURS]
 
 
-def _memory(configuration: Configuration, result: EngineResult, heads: int) -> list[Case]:
-    """The workspace, to the byte."""
-    held = [rank["after"]["buffers"] for rank in result.ranks]
-    if not any(held):
-        return []  # a kernel that needs no workspace
-    plan = plan_workspace(
+def _memory(
+    configuration: Configuration, result: EngineResult, model: RehearsalModel
+) -> list[Case]:
+    """The buffers whose sizes are planned, to the byte."""
+    split = plan_workspace(
         gathered_heads(
-            heads // configuration.tp, configuration.tp, configuration.pcp, configuration.dcp
+            model.heads // configuration.tp, configuration.tp, configuration.pcp, configuration.dcp
         ),
         result.spec.max_num_batched_tokens,
         slab_limit_bytes=DEFAULT_SLAB_LIMIT_BYTES,
     )
-    sizes = {buffers[0][1] for buffers in held}
-    off = max(abs(size - plan.total_bytes) for size in sizes)
-    problem = f"the workspace is {sorted(sizes)} bytes, planned were {plan.total_bytes}."
-    return [
-        Case(f"{configuration.name}: workspace", not off, off, 0, (problem,) if off else ()),
+    sms = result.ranks[0]["engine"]["sms"]
+    planned = {
+        "workspace": split.total_bytes,
+        "partial results": partial_bytes(model.latent_elements, sms),
+    }
+    if configuration.pcp > 1:
+        planned["gathered keys"] = plan_gather(
+            limit_bytes=DEFAULT_GATHER_LIMIT_BYTES,
+            row_bytes=model.key_elements * (1 if "fp8" in configuration.kv_cache_dtype else 2),
+            dcp=configuration.dcp,
+            interleave=1,
+            max_model_len=result.spec.max_model_len,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_tokens=result.spec.max_num_batched_tokens,
+            heads=model.heads // configuration.tp,
+            latent_dim=model.latent_elements,
+        ).total_bytes
+    held = [
+        {name: size for name, _, size in rank["after"]["buffers"] if name in planned}
+        for rank in result.ranks
     ]
+    cases = []
+    for name in dict.fromkeys(name for buffers in held for name in buffers):
+        sizes = {buffers.get(name, 0) for buffers in held}
+        off = max(abs(size - planned[name]) for size in sizes)
+        problem = f"the {name} buffer is {sorted(sizes)} bytes, planned were {planned[name]}."
+        problems = (problem,) if off else ()
+        cases.append(Case(f"{configuration.name}: {name}", not off, off, 0, problems))
+    return cases
 
 
 def judge_outside(
@@ -217,53 +270,100 @@ def judge_soak(configuration: Configuration, results: Mapping[str, EngineResult]
 
 
 def _soak_memory(configuration: Configuration, result: EngineResult) -> Case:
-    states = [rank["soak"]["states"] for rank in result.ranks]
+    seen = [rank["soak"]["states"] for rank in result.ranks]
+    growths = [_growth(states, _on_the_same_gpu(states, seen)) for states in seen]
     problems = [
-        f"rank {number}: {what} grew from {seen[1][what]:,} to {seen[-1][what]:,} bytes."
-        for number, seen in enumerate(states)
-        for what in ("reserved_bytes", "device_bytes")
-        if len(seen) > 1 and seen[-1][what] > seen[1][what]
+        f"rank {number}: {what} grew by {size:,} bytes in the second half, of which "
+        f"{_ACCEPTED_GROWTH[what]:,} are accepted."
+        for number, growth in enumerate(growths)
+        for what, size in growth.items()
+        if size > _ACCEPTED_GROWTH[what]
     ]
+    if len(seen[0]) < _FEWEST_STATES:
+        problems.append(f"{len(seen[0]) - 1} rounds show no growth; soak for longer.")
     problems += [
         f"rank {number}: buffers moved."
-        for number, seen in enumerate(states)
-        if any(state["buffers"] != seen[0]["buffers"] for state in seen)
+        for number, states in enumerate(seen)
+        if any(state["buffers"] != states[0]["buffers"] for state in states)
     ]
-    grown = max(
-        seen[-1]["device_bytes"] - seen[min(1, len(seen) - 1)]["device_bytes"] for seen in states
+    return Case(
+        f"{configuration.name}: soak memory",
+        not problems,
+        max(size for growth in growths for size in growth.values()),
+        max(_ACCEPTED_GROWTH.values()),
+        tuple(problems),
     )
-    return Case(f"{configuration.name}: soak memory", not problems, grown, 0, tuple(problems))
+
+
+def _on_the_same_gpu(
+    states: Sequence[Mapping[str, Any]], seen: Sequence[Sequence[Mapping[str, Any]]]
+) -> list[Sequence[Mapping[str, Any]]]:
+    return [other for other in seen if other[0]["gpu"] == states[0]["gpu"]]
+
+
+def _growth(
+    states: Sequence[Mapping[str, Any]], sharing: Sequence[Sequence[Mapping[str, Any]]]
+) -> dict[str, int]:
+    """Bytes by which a rank's memory between rounds grew in the second half of a soak.
+
+    What leaks raises the least that a rank holds while it serves nothing. What the allocator keeps
+    follows the most crowded step so far instead.
+
+    Args:
+        states: of the rank.
+        sharing: of all ranks on its GPU, itself included.
+    """
+    half = len(states) // 2
+    live = [state["allocated_bytes"] for state in states[half:]]
+    kept = [state["reserved_bytes"] for state in states[half:]]
+    outside = [
+        together[0]["device_bytes"] - sum(state["reserved_bytes"] for state in together)
+        for together in zip(*(states[half:] for states in sharing), strict=True)
+    ]
+    return {
+        "what tensors hold": _rise(live),
+        "memory outside of torch": _rise(outside),
+        "what torch keeps": kept[-1] - kept[0],
+    }
+
+
+def _rise(sizes: Sequence[int]) -> int:
+    """By how much the least of them grew from their first half to their second."""
+    half = len(sizes) // 2
+    return min(sizes[half:]) - min(sizes[:half])
 
 
 def _soak_drift(
     configuration: Configuration, result: EngineResult, one: EngineResult, two: EngineResult
 ) -> Case:
     soak, rank = result.ranks[0]["soak"], result.ranks[0]
-    truth, noise = (np.asarray(r.ranks[0]["scores"]) for r in (one, two))
+    truth, noise = (r.ranks[0]["scores"] for r in (one, two))
     seen = sorted({index for index, _ in soak["distances"]})
     problems = []
     for what, count in (
+        ("served to its end", len(seen)),
         ("preempted", rank["metrics"]["preemptions"]),
         ("aborted", soak["aborted"]),
     ):
         if not count:
             problems.append(f"no request was {what}; the soak must see some.")
-    drift = None
+    drift: Drift | None = None
     if seen:
-        drift = compare(
-            np.array([np.mean([d for i, d in soak["distances"] if i == index]) for index in seen]),
-            np.array([distance(noise[index], truth[index]) for index in seen]),
+        means = [np.mean([d for i, d in soak["distances"] if i == index]) for index in seen]
+        try:
+            drift = compare(np.array(means), _distances(noise, truth, seen))
+        except ValueError as error:
+            problems.append(f"TP2 is not comparable with TP1: {error}.")
+    if drift is not None and not drift.ok:
+        problems.append(
+            f"in company, log-probabilities are {drift.ratio:.2f} times as far from those "
+            f"alone as TP2's are from TP1's (95 % interval {drift.low:.2f} to "
+            f"{drift.high:.2f}, accepted {DRIFT_LIMIT})."
         )
-        if not drift.ok:
-            problems.append(
-                f"in company, log-probabilities are {drift.ratio:.2f} times as far from those "
-                f"alone as TP2's are from TP1's (95 % interval {drift.low:.2f} to "
-                f"{drift.high:.2f}, accepted {DRIFT_LIMIT})."
-            )
     return Case(
         f"{configuration.name}: {len(soak['distances'])} requests in {soak['steps']} steps, "
         f"{rank['metrics']['preemptions']:.0f} preempted, {soak['aborted']} aborted",
-        bool(seen) and not problems,
+        not problems,
         drift.high if drift is not None else 0.0,
         DRIFT_LIMIT,
         tuple(problems),
@@ -278,21 +378,25 @@ def _drifts(
     two: EngineResult,
     prompts: Sequence[Prompt],
 ) -> list[Case]:
-    ours, truth, noise = (np.asarray(r.ranks[0]["scores"]) for r in (result, one, two))
+    ours, truth, noise = (r.ranks[0]["scores"] for r in (result, one, two))
     cases = []
-    for name in dict.fromkeys(prompt.length_class for prompt in prompts):
-        chosen = [i for i, prompt in enumerate(prompts) if prompt.length_class == name]
-        drift = compare(
-            np.array([distance(ours[i], truth[i]) for i in chosen]),
-            np.array([distance(noise[i], truth[i]) for i in chosen]),
-        )
+    by_class: dict[str, list[int]] = {}
+    for index in sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens)):
+        by_class.setdefault(prompts[index].length_class, []).append(index)
+    for name, chosen in by_class.items():  # the shortest class first
+        title = f"{configuration.name}: {name} tokens"
+        try:
+            drift = compare(_distances(ours, truth, chosen), _distances(noise, truth, chosen))
+        except ValueError as error:
+            cases.append(Case(title, False, 1, 0, (f"not comparable with TP1: {error}.",)))
+            continue
         problem = (
             f"log-probabilities are {drift.ratio:.2f} times as far from TP1's as TP2's are (95 % "
             f"interval {drift.low:.2f} to {drift.high:.2f}, accepted {DRIFT_LIMIT})."
         )
         cases.append(
             Case(
-                f"{configuration.name}: {name} tokens",
+                title,
                 drift.ok,
                 drift.high,
                 DRIFT_LIMIT,
@@ -301,3 +405,20 @@ def _drifts(
             )
         )
     return cases
+
+
+def _distances(
+    scores: Sequence[Scores], reference: Sequence[Scores], prompts: Sequence[int]
+) -> np.ndarray:
+    """Of each prompt.
+
+    Raises:
+        ValueError: the scores of a prompt have another shape or are no numbers; says of which.
+    """
+    found = []
+    for index in prompts:
+        try:
+            found.append(distance(np.asarray(scores[index]), np.asarray(reference[index])))
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
+    return np.array(found)

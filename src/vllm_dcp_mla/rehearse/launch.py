@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -26,8 +27,23 @@ from .requests import Requests
 _EXIT_SECONDS = 30
 #: For the ranks of a stuck engine to write their stacks.
 _STACK_SECONDS = 2
-_LOG_LINES = 6
-_ERROR = re.compile(r"(?:^|\b)\w*(?:Error|Exception|SystemExit)\b.*: .*|.*out of memory.*")
+_STACK_LINES = 40
+#: What Python, CUDA's allocator and faulthandler print of an error.
+_ERROR = re.compile(
+    r"[\w.]*(?:Error|Exception|Interrupt)(?:: .*)?|Fatal Python error: .*|.*out of memory.*"
+)
+#: Before each line of an exception, once torch.distributed knows its rank.
+_RANK = re.compile(r"^\[rank\d+\]:")
+#: Last event: when a rank ended.
+_WHEN = {
+    None: "before it started",
+    "starting": "while it started",
+    "ready": "before its first request was served",
+    "served": "while it served",
+    "alone": "while it served requests alone",
+    "soaked": "while it soaked",
+    "done": "after it was done",
+}
 
 
 class EngineError(RuntimeError):
@@ -43,7 +59,7 @@ class Engine:
         folder: its files.
         deadline: of ``time.monotonic``.
         fault: planted into rank 1, None for none.
-        command: of a rank; the engine's folder follows.
+        command: of a rank; the engine's folder and this process's id follow.
     """
 
     spec: EngineSpec
@@ -56,6 +72,7 @@ class Engine:
     _held: socket.socket | None = None
     _service: MultiProcessService | None = None
     _port: int = 0
+    _struck: float | None = None
 
     def start(self, requests: Requests, gpus: tuple[int, ...], ranks_per_gpu: int) -> None:
         """Starts every rank; ``ranks_per_gpu`` of them share each of the GPUs."""
@@ -78,7 +95,7 @@ class Engine:
             with self._files(rank).log.open("wb") as log:
                 self.processes.append(
                     subprocess.Popen(
-                        [*self.command, str(self.folder)],
+                        [*self.command, str(self.folder), str(os.getpid())],
                         env=variables,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -95,15 +112,19 @@ class Engine:
         """
         self._plant()
         statuses = [process.poll() for process in self.processes]
-        for rank, status in enumerate(statuses):
-            if status not in (None, 0):
-                raise self._fail(self._death(rank, status))
+        done = [self._event(rank) == "done" for rank in range(self.spec.world)]
+        dead = {
+            rank: status
+            for rank, status in enumerate(statuses)
+            if status is not None and (status != 0 or not done[rank])
+        }
+        if dead:
+            raise self._fail(self._deaths(dead))
         if all(status == 0 for status in statuses):
             self.end()
             return self._results()
         now = time.monotonic()
-        events = [self._files(rank).last_event() for rank in range(self.spec.world)]
-        if all(event.get("event") == "done" for event in events):
+        if all(done):
             # Results are there; a rank that hangs while it tears NCCL down is no failure of ours.
             self.deadline = min(self.deadline, now + _EXIT_SECONDS)
             if now >= self.deadline:
@@ -140,31 +161,33 @@ class Engine:
     def _plant(self) -> None:
         if self.fault is None or self.fault.kill_at is None or self.spec.world == 1:
             return
-        event = self._files(1).last_event().get("event")
-        if event == self.fault.kill_at and self.processes[1].poll() is None:
+        if self._event(1) == self.fault.kill_at and self._struck is None:
             kill(self.processes[1].pid)
+            self._struck = time.monotonic()
 
     def _fail(self, reason: str) -> EngineError:
         self.end()
         return EngineError(f"{self.spec.name}: {reason}")
 
-    def _death(self, rank: int, status: int) -> str:
-        how = (
-            f"was ended by {signal.Signals(-status).name}"
-            if status < 0
-            else f"ended with status {status}"
+    def _deaths(self, dead: dict[int, int]) -> str:
+        """Who ended with which status and when, what every rank says, and where the logs are."""
+        ends = [
+            f"rank {rank} {_how(status)} {_when(self._event(rank))}"
+            for rank, status in dead.items()
+        ]
+        # A rank whose peer is gone dies of that, and may do so first: all are heard.
+        said: dict[str, list[int]] = {}
+        for rank in (*dead, *(r for r in range(self.spec.world) if r not in dead)):
+            if text := error_of(self._files(rank).log):
+                said.setdefault(text.rstrip("."), []).append(rank)
+        return " ".join(
+            [
+                "; ".join(ends) + ".",
+                *([] if self._struck is None else [_seconds_since(self._struck)]),
+                *(f"{_ranks(ranks)}: {text}." for text, ranks in said.items()),
+                f"Logs: {', '.join(str(self._files(rank).log) for rank in dead)}.",
+            ]
         )
-        # A rank whose peer is gone dies of that: the first one that says why is the cause.
-        said = next(
-            (
-                f" Rank {other} says: {text.rstrip('.')}."
-                for other in (rank, *range(self.spec.world))
-                if (text := error_of(self._files(other).log))
-            ),
-            "",
-        )
-        doing = self._files(rank).last_event().get("event", "before it started")
-        return f"rank {rank} {how} while {doing}.{said} Its log is {self._files(rank).log}."
 
     def _stuck(self) -> str:
         for process in self.processes:
@@ -176,12 +199,15 @@ class Engine:
             files = self._files(rank)
             last = _text(files.last_collective).strip() or "none"
             lines.append(f"Rank {rank}, {self._doing(rank)}; last collective {last}; its stack:")
-            lines += _text(files.stack).splitlines()[:40]
+            lines += _current_first(_text(files.stack)).splitlines()[:_STACK_LINES]
         return "\n".join(lines)
 
     def _doing(self, rank: int) -> str:
         event = self._files(rank).last_event()
         return " ".join(str(value) for value in event.values()) or "before it started"
+
+    def _event(self, rank: int) -> str | None:
+        return self._files(rank).last_event().get("event")
 
     def _results(self) -> list[dict[str, Any]]:
         return [json.loads(self._files(rank).result.read_text()) for rank in range(self.spec.world)]
@@ -192,8 +218,44 @@ class Engine:
 
 def error_of(log: Path) -> str:
     """The last error that a log names, empty without one."""
-    errors = [line.strip() for line in _text(log).splitlines() if _ERROR.match(line.strip())]
-    return errors[-1] if errors else ""
+    lines = [_RANK.sub("", line).strip() for line in _text(log).splitlines()]
+    error = ""
+    for number, line in enumerate(lines):
+        if _ERROR.fullmatch(line):
+            error = " ".join([line, *_details(line, lines[number + 1 :])])
+    return error
+
+
+def _details(line: str, following: list[str]) -> list[str]:
+    """What is wrong, in the lines behind an error's first: Pydantic's next one, or a list's."""
+    if "validation error" in line:
+        return following[:1]
+    return list(itertools.takewhile(lambda text: text.startswith("- "), following))
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}" if status else "ended without a result"
+
+
+def _when(event: str | None) -> str:
+    return _WHEN.get(event, f"after {event!r}")
+
+
+def _seconds_since(struck: float) -> str:
+    return f"Noticed {time.monotonic() - struck:.1f} s after it was planted."
+
+
+def _ranks(ranks: list[int]) -> str:
+    numbers = ", ".join(map(str, ranks))
+    return f"Rank {numbers} says" if len(ranks) == 1 else f"Ranks {numbers} say"
+
+
+def _current_first(stacks: str) -> str:
+    """faulthandler's stacks of all threads, with the one that hangs before its helpers."""
+    threads = stacks.strip("\n").split("\n\n")
+    return "\n\n".join(sorted(threads, key=lambda text: not text.startswith("Current thread")))
 
 
 def _text(path: Path) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from ..compat.installed import package_folder
+from ..compat.installed import installed_version, package_folder
+from ..compat.releases import RELEASES, installed_release
 
 #: The oldest NCCL that lets several ranks share a GPU.
 MIN_SHARING_NCCL = (2, 30)
@@ -56,6 +57,11 @@ def examine() -> Machine:
     """
     if package_folder("vllm") is None:
         raise MachineError("vLLM is not installed; run pip install 'vllm-dcp-mla[vllm]'.")
+    if installed_release() is not RELEASES[-1]:  # its monitors and options are used
+        raise MachineError(
+            f"vLLM {installed_version('vllm')} is installed; a rehearsal needs "
+            f"{RELEASES[-1].series} (vllm-dcp-mla selftest runs beside older ones)."
+        )
     try:
         answer = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -122,7 +128,12 @@ def _probe() -> dict[str, Any]:
                 "free_bytes": free,
             }
         )
-    return {"gpus": gpus, "nccl": _nccl_version(), "versions": {n: _version(n) for n in _LIBRARIES}}
+    return {
+        "gpus": gpus,
+        # A torch without CUDA has no NCCL; that there is no GPU says more.
+        "nccl": _nccl_version() if gpus else (0, 0, 0),
+        "versions": {name: _version(name) for name in _LIBRARIES},
+    }
 
 
 def _nccl_version() -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +23,8 @@ _PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 _LOGS = "CUDA_MPS_LOG_DIRECTORY"
 _DEFAULT_PIPES = Path("/tmp/nvidia-mps")
 _START_SECONDS = 10
+#: Longest path of a Unix socket in bytes; the service's names take up to 20 after its folder.
+_MAX_FOLDER_BYTES = 107 - 20
 
 
 def available() -> bool:
@@ -37,7 +40,8 @@ class MultiProcessService:
     """A service in a folder of its own; :meth:`stop` it once its clients have ended."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._logs = folder
+        self._pipes = folder
         self._daemon: subprocess.Popen[bytes] | None = None
 
     def start(self, gpus: tuple[int, ...]) -> dict[str, str]:
@@ -50,10 +54,12 @@ class MultiProcessService:
         control = shutil.which(_CONTROL)
         if control is None or _is_running():
             return shown
-        self._folder.mkdir(mode=0o700)
-        variables = {_PIPES: str(self._folder), _LOGS: str(self._folder)}
+        self._logs.mkdir(mode=0o700)
+        if len(os.fsencode(self._pipes)) > _MAX_FOLDER_BYTES:
+            self._pipes = Path(tempfile.mkdtemp(prefix="dcp-mla-mps-", dir="/tmp"))
+        variables = {_PIPES: str(self._pipes), _LOGS: str(self._logs)}
         self._daemon = subprocess.Popen(
-            [sys.executable, "-m", __name__, control],
+            [sys.executable, "-m", __name__, str(os.getpid()), control],
             env={**os.environ, **shown, **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -62,7 +68,7 @@ class MultiProcessService:
         )
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline and self._daemon.poll() is None:
-            if (self._folder / "control").exists():
+            if (self._pipes / "control").exists():
                 # The service numbers the GPUs that it was shown anew.
                 return variables | visible(tuple(range(len(gpus))), environ={})
             time.sleep(0.05)
@@ -73,8 +79,10 @@ class MultiProcessService:
         """Ends the service and the servers that it started."""
         if self._daemon is not None:
             end_family(self._daemon)
+        if self._pipes != self._logs:
+            shutil.rmtree(self._pipes, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    die_with_parent()
-    os.execv(sys.argv[1], [sys.argv[1], "-f"])
+    die_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], [sys.argv[2], "-f"])

@@ -98,8 +98,9 @@ def _watch_syncs(notes: Notes) -> None:
     explicit, implicit = gpu_sync_debug._sync_warning_hook, gpu_sync_debug._report_implicit_sync
 
     def noted_explicit(message: Any, *args: Any, **kwargs: Any) -> Any:
+        waits = gpu_sync_debug._TORCH_SYNC_WARNING in str(message)  # not any other warning
         checked = gpu_sync_debug._checking.get() is not None
-        if checked and not gpu_sync_debug._allow_depth.get():
+        if waits and checked and not gpu_sync_debug._allow_depth.get():
             caller, place = owner()
             notes.syncs.append((caller, place))
             if caller != OURS:
@@ -154,7 +155,7 @@ def _watch_collectives(notes: Notes, last: _LastCall) -> None:
 
 def _count(notes: Notes, last: _LastCall, call: str) -> None:
     notes.collectives += 1
-    notes.order.update(call.encode())
+    notes.order.update(f"{call}\n".encode())
     last.write(f"{notes.collectives}: {call}")
 
 

@@ -51,5 +51,6 @@ class Placement:
 def visible(chosen: tuple[int, ...], environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variable that shows an engine its GPUs alone, in the terms of the caller's own."""
     text = (os.environ if environ is None else environ).get(_VISIBLE)
-    names = text.split(",") if text else None
+    # An empty text hides every GPU, where none at all shows them all.
+    names = None if text is None else [name.strip() for name in text.split(",")]
     return {_VISIBLE: ",".join(str(gpu) if names is None else names[gpu] for gpu in chosen)}

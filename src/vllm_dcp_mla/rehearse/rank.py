@@ -1,8 +1,8 @@
-"""One rank of an engine, as a process: ``python -m vllm_dcp_mla.rehearse.rank FOLDER``.
+"""One rank of an engine, as a process: ``python -m vllm_dcp_mla.rehearse.rank FOLDER PARENT``.
 
-Reads ``engine.json`` and ``requests.json`` of the folder, writes events and results beside them.
-Every rank runs its own scheduler (``external_launcher``), so all serve identical requests in
-identical steps.
+Reads ``engine.json`` and ``requests.json`` of the folder, writes events and results beside them,
+and ends with the process PARENT. Every rank runs its own scheduler (``external_launcher``), so all
+serve identical requests in identical steps.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .requests import Requests
 from .serve import serve
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, parent: int) -> None:
     """Serves the folder's requests as the rank that the environment names."""
     rank = int(os.environ["RANK"])
-    die_with_parent()
+    die_with_parent(parent)
     files = RankFiles(folder, rank)
     # The parent asks with this signal where a rank hangs.
     faulthandler.register(signal.SIGUSR1, files.stack.open("w"), all_threads=True)
@@ -128,20 +128,19 @@ def _keep_flashinfer_exchange_out() -> None:
 
 
 def _state() -> dict[str, Any]:
-    """Device memory of this process, and our buffers' addresses and sizes."""
+    """Device memory of this process, and our buffers' names, addresses and bytes."""
     import torch
 
     from .. import device_buffer
 
     free, total = torch.cuda.mem_get_info()
     return {
+        "gpu": str(torch.cuda.get_device_properties().uuid),
         "device_bytes": total - free,
         "allocated_bytes": torch.cuda.memory_allocated(),
         "reserved_bytes": torch.cuda.memory_reserved(),
         "buffers": [
-            [tensor.data_ptr(), tensor.numel()]
-            for buffers in device_buffer._BY_DEVICE.values()
-            for tensor in (buffers.workspace, buffers.counters)
+            [name, tensor.data_ptr(), tensor.numel()] for name, tensor in device_buffer.held()
         ],
     }
 
@@ -150,14 +149,17 @@ def _describe(llm: Any) -> dict[str, Any]:
     """Backend, kernel, memory of the loaded model, and whether vLLM's monitors are on."""
     from vllm.utils import gpu_sync_debug, jit_monitor
 
+    from .. import device_buffer
+
     worker = llm.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     impls = [layer.impl for layer in layers.values() if hasattr(layer, "impl")]
-    kernels = {getattr(getattr(impl, "_kernel", None), "name", None) for impl in impls}
+    kernels = {name for impl in impls for name in getattr(impl, "kernel_names", ())}
     return {
         "impls": sorted({f"{type(i).__module__}.{type(i).__qualname__}" for i in impls}),
-        "kernels": sorted(kernel for kernel in kernels if kernel is not None),
+        "kernels": sorted(kernels),
+        "sms": device_buffer.num_sms(device_buffer.kernel_device()),
         "model_bytes": getattr(runner, "model_memory_usage", None),
         "jit_monitor": jit_monitor._mode if jit_monitor.is_active() else None,
         "sync_check": gpu_sync_debug._SYNC_CHECK_MODE
@@ -179,4 +181,4 @@ def _metrics(llm: Any) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

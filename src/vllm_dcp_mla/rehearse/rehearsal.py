@@ -16,32 +16,14 @@ from . import outside, schedule, soak
 from .checkpoint import RehearsalModel, write_checkpoint
 from .configuration import Configuration, Limits, engine_of, with_baselines
 from .engine import SHARED_KV_CACHE_BYTES, EngineSpec
-from .faults import Fault
 from .judge import Case, conduct, judge, judge_outside, judge_soak
-from .machine import Machine, ranks_per_gpu
+from .machine import Machine, MachineError, ranks_per_gpu
+from .options import Options
 from .requests import Requests, Soak
 from .workload import PROMPTS_PER_CLASS, Prompt, max_model_len, prompts
 
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a rehearsal is run.
-
-    Attributes:
-        index_topk: of the small models, None for the released ones'.
-        max_num_batched_tokens: most tokens of a step.
-        ranks_per_gpu: None for the smallest number that works.
-        engine_seconds: after which an engine is given up.
-        fault: planted into every engine under DCP, which then runs alone; None for none.
-        soak_seconds: of a soak in place of the comparison; None for none.
-    """
-
-    index_topk: int | None
-    max_num_batched_tokens: int
-    ranks_per_gpu: int | None
-    engine_seconds: float
-    fault: Fault | None = None
-    soak_seconds: float | None = None
+#: Folder of the checkpoints, beside those of the engines, which have longer names.
+_MODELS = "models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +67,18 @@ def rehearse(
         progress: told what is going on, often.
 
     Raises:
-        .machine.MachineError: this machine has too few GPUs or too little memory.
+        .machine.MachineError: this machine has too few GPUs, or too little memory or disk.
         ..models.ModelConfigError: a model that no checkpoint can be made of.
     """
     started = time.monotonic()
     engines = list(configurations) if options.fault else with_baselines(configurations)
     largest = max(engine.world for engine in engines)
     share = ranks_per_gpu(machine, largest, options.ranks_per_gpu)
-    placement = schedule.place(machine, largest, share)
-    folder = Path(tempfile.mkdtemp(prefix="vllm-dcp-mla-rehearse-"))
-    keep = True
+    placement = schedule.place(machine, largest, share, quiet=options.soak_seconds is not None)
+    folder = _private_folder()
+    keep = False
     try:
-        models = _write_models(configurations, folder, options.index_topk, progress)
+        models = _write_models(configurations, folder / _MODELS, options.index_topk, progress)
         # Prompts are the same for all engines of a model, and as awkward as its most ranks make it.
         ranks = max(configuration.dcp for configuration in configurations)
         asked = {name: _prompts(model, ranks, options) for name, model in models.items()}
@@ -126,10 +108,15 @@ def rehearse(
             missing,
         )
     finally:
-        for checkpoint in folder.glob("model*"):
-            shutil.rmtree(checkpoint)
-        if not keep:
-            shutil.rmtree(folder)
+        # Logs are kept only where the outcome says where they are.
+        shutil.rmtree(folder / _MODELS if keep else folder, ignore_errors=True)
+
+
+def _private_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="vllm-dcp-mla-rehearse-"))
+    except OSError as error:
+        raise MachineError(f"no folder for the rehearsal: {error}; set TMPDIR.") from None
 
 
 def _write_models(
@@ -141,7 +128,14 @@ def _write_models(
     models: dict[str, RehearsalModel] = {}
     for name in dict.fromkeys(configuration.model for configuration in configurations):
         progress(f"writing a small random {name}")
-        models[name] = write_checkpoint(name, folder / f"model{len(models)}", index_topk=index_topk)
+        target = folder / str(len(models))
+        try:
+            models[name] = write_checkpoint(name, target, index_topk=index_topk)
+        except OSError as error:
+            raise MachineError(
+                f"the weights of {name} cannot be written to {target}: {error}; a model takes "
+                "0.7 GB: make room, or set TMPDIR to a folder that has it."
+            ) from None
     return models
 
 
@@ -209,7 +203,7 @@ def _cases(
         elif options.soak_seconds is not None:
             cases += judge_soak(configuration, results)
         else:
-            cases += judge(configuration, results, asked[model], models[model].heads)
+            cases += judge(configuration, results, asked[model], models[model])
             if model in references and configuration.kv_cache_dtype == "bfloat16":
                 numbers = outside.chosen(asked[model])
                 cases += judge_outside(configuration, results, numbers, references[model])
@@ -219,7 +213,7 @@ def _cases(
 
 def _describe(result: schedule.EngineResult) -> dict[str, Any]:
     if not result.ranks:
-        return {"ran": "did not run", "seconds": round(result.seconds, 1)}
+        return {"ran": None, "seconds": round(result.seconds, 1)}
     first = result.ranks[0]
     engine = first["engine"]
     return {

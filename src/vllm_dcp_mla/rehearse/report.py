@@ -29,7 +29,7 @@ def not_rehearsed(outcome: Outcome) -> list[str]:
     said = [_EXTERNAL_LAUNCHER, _DRAFTS, *outcome.missing]
     if outcome.shared:
         said.append(_SHARED_GPU)
-    if any("(reference)" in engine["ran"] for engine in outcome.engines.values()):
+    if any("(reference)" in (engine["ran"] or "") for engine in outcome.engines.values()):
         said.append(_REFERENCE)
     return said
 
@@ -39,7 +39,7 @@ def remarks(outcome: Outcome) -> list[str]:
     wrong = sum(not case.ok for case in outcome.cases)
     lines = [f"{case.name}: {problem}" for case in outcome.cases for problem in case.problems]
     for name, engine in outcome.engines.items():
-        lines.append(f"{name} ran {engine['ran']}.")
+        lines.append(f"{name} ran {engine['ran']}." if engine["ran"] else f"{name} did not run.")
         late = engine.get("late_compiles", ())
         if late:
             lines.append(f"{name} compiled while serving: {'; '.join(late)}.")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
-from ..capability import FLASHINFER, explain, serving
+from ..capability import FLASHINFER, TABLE, explain, row, serving
 from ..compat.libraries import libraries_here
+from ..models import ModelConfigError, load_config
 from ..planner.request import (
     IMPOSSIBLE,
     UNREADABLE,
@@ -16,12 +17,12 @@ from ..planner.request import (
     read_request,
 )
 from ..simulate.gpus import Gpu
-from .config import INDEX_TOPK
+from .config import INDEX_TOPK, small_config
 from .configuration import Configuration, cover
 from .engine import GRAPHS, Graphs
 from .faults import FAULTS
-from .machine import Machine
-from .rehearsal import Options
+from .machine import LocalGpu, Machine
+from .options import Options
 
 #: Drafted tokens of the one MTP layer that these models have; vLLM applies it again and again.
 _MOST_MTP = 8
@@ -70,31 +71,71 @@ class Rehearsal:
         Raises:
             RequestError: no backend serves the request on this GPU; says what works instead.
         """
-        if self.cover:
-            return cover(kernel)
         gpu = machine.gpus[0]
-        local = Gpu(_slug(gpu.name), gpu.arch, 1, gpu.total_bytes)
-        deployment = self.request.deployment(local, libraries_here(), kernel=kernel)
-        if deployment.dcp > 1 and serving(deployment) is None:
-            problem = (
-                f"Nothing serves this on {gpu.name}: {explain(FLASHINFER, deployment)}. "
-                "VLLM_DCP_MLA_KERNEL=reference rehearses the SM100 classes on any GPU."
-            )
-            raise RequestError([problem], IMPOSSIBLE)
-        sparse = Configuration(
-            model=self.request.model,
-            tp=deployment.tp,
-            pcp=deployment.pcp,
-            dcp=deployment.dcp,
-            kv_cache_dtype=deployment.kv_cache_dtype,
-            comm=deployment.comm,
-            mtp=self.mtp,
-            graphs=self.graphs,
-            kernel=kernel,
-        )
+        if self.cover:
+            return [
+                _served(self._request_of(one), one.mtp, one.graphs, gpu, kernel)
+                for one in cover(kernel)
+            ]
+        sparse = _served(self.request, self.mtp, self.graphs, gpu, kernel)
         if self.options.soak_seconds is not None or self.options.fault is not None:
             return [sparse]
         return [sparse, sparse.with_dense_prefill()]
+
+    def _request_of(self, one: Configuration) -> Request:
+        """The request whose model, sizes, cache and exchange are those of a configuration."""
+        return replace(
+            self.request,
+            model=one.model,
+            config=load_config(one.model),
+            tp=one.tp,
+            pcp=one.pcp,
+            dcp=one.dcp,
+            kv_cache_dtype=one.kv_cache_dtype,
+            comm=one.comm,
+        )
+
+
+def _served(
+    request: Request, mtp: int, graphs: Graphs, gpu: LocalGpu, kernel: str
+) -> Configuration:
+    """What a request is on a GPU, with vLLM's defaults for what it leaves out.
+
+    Raises:
+        RequestError: no backend serves it.
+    """
+    local = Gpu(_slug(gpu.name), gpu.arch, 1, gpu.total_bytes)
+    deployment = request.deployment(local, libraries_here(), kernel=kernel)
+    cache, ours = deployment.kv_cache_dtype, False
+    if deployment.dcp > 1:
+        backend = serving(deployment)
+        if backend is None:
+            problem = (
+                f"Nothing serves this on {gpu.name}: {explain(_closest(gpu.arch), deployment)}. "
+                "VLLM_DCP_MLA_KERNEL=reference rehearses the SM100 classes on any GPU."
+            )
+            raise RequestError([problem], IMPOSSIBLE)
+        served_by = row(backend)
+        ours = served_by.ours
+        if cache == "fp8":  # without DCP another backend serves, which may read it otherwise
+            cache = served_by.formats[cache]
+    return Configuration(
+        model=request.model,
+        tp=deployment.tp,
+        pcp=deployment.pcp,
+        dcp=deployment.dcp,
+        kv_cache_dtype=cache,
+        comm=deployment.comm,
+        mtp=mtp,
+        graphs=graphs,
+        kernel=kernel,
+        ours=ours,
+    )
+
+
+def _closest(arch: tuple[int, int]) -> str:
+    """The backend whose reasons are said where none serves: the first of the GPU's."""
+    return next((r.name for r in TABLE if arch[0] in r.arch_majors), FLASHINFER)
 
 
 def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
@@ -129,6 +170,13 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
     impossible = request.problems()
     if request.tp * request.pcp == 1 and not impossible:
         impossible = ["--tp and --pcp are 1: one rank is what a rehearsal compares with; use 2."]
+    if minutes and more.fault:
+        impossible.append("--soak and --break are both given; leave one out.")
+    index_topk = int(more.index_topk) if more.index_topk else None
+    try:  # here, where it costs nothing, and not after the machine was looked at
+        small_config(request.model, index_topk=index_topk)
+    except ModelConfigError as error:
+        impossible.append(str(error))
     if impossible:
         raise RequestError(impossible, IMPOSSIBLE)
     return Rehearsal(
@@ -137,7 +185,7 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
         cast(Graphs, more.graphs),
         more.cover,
         Options(
-            index_topk=int(more.index_topk) if more.index_topk else None,
+            index_topk=index_topk,
             max_num_batched_tokens=request.max_num_batched_tokens,
             ranks_per_gpu=share,
             engine_seconds=seconds,

@@ -35,8 +35,14 @@ class EngineResult:
     failure: str | None = None
 
 
-def place(machine: Machine, largest: int, ranks_per_gpu: int) -> Placement:
+def place(machine: Machine, largest: int, ranks_per_gpu: int, *, quiet: bool) -> Placement:
     """Room for engines of up to ``largest`` ranks, several at a time where ranks share GPUs.
+
+    Args:
+        machine: this machine.
+        largest: ranks of the largest engine.
+        ranks_per_gpu: of one engine.
+        quiet: nothing runs beside the largest engine, which watches its GPU's memory.
 
     Raises:
         MachineError: the largest engine does not fit the free memory.
@@ -52,7 +58,9 @@ def place(machine: Machine, largest: int, ranks_per_gpu: int) -> Placement:
             f"{share * RANK_BYTES / 2**30:.0f}; end what else uses it, or rehearse fewer ranks."
         )
     room = share
-    if mps.available():  # else every further process makes all others wait for their turn
+    if (
+        mps.available() and not quiet
+    ):  # else every further process makes all others wait for their turn
         cores = (os.cpu_count() or 1) // _CORES_PER_RANK // len(machine.gpus)
         room = max(share, min(fits, cores))
     return Placement(len(machine.gpus), ranks_per_gpu, room)

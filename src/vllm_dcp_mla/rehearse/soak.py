@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -91,10 +91,10 @@ def run(
     states, aborted, steps = [state()], 0, 0
     while agree(time.monotonic() < deadline):
         arrivals = round_of(len(states), len(requests.prompts), soak.seed)
-        aborted += sum(arrival.abort_step is not None for arrival in arrivals)
-        served, taken = _run_round(engine, requests, arrivals)
-        distances += [(index, distance(np.asarray(s), alone[index])) for index, s in served]
-        steps += taken
+        done = _run_round(engine, requests, arrivals)
+        distances += [(index, distance(np.asarray(s), alone[index])) for index, s in done.served]
+        aborted += done.aborted
+        steps += done.steps
         states.append(state())
         event("soaked", rounds=len(states) - 1, requests=len(distances), steps=steps)
     return {
@@ -105,13 +105,19 @@ def run(
     }
 
 
-def _run_round(
-    engine: Any, requests: Requests, arrivals: list[Arrival]
-) -> tuple[list[tuple[int, list[list[float]]]], int]:
-    """Requests that were served to their end, and the steps taken."""
+@dataclass(slots=True)
+class _Round:
+    """What came of a round: prompts served to their end with their scores, and two counts."""
+
+    served: list[tuple[int, list[list[float]]]] = field(default_factory=list)
+    aborted: int = 0
+    steps: int = 0
+
+
+def _run_round(engine: Any, requests: Requests, arrivals: list[Arrival]) -> _Round:
     waiting = list(enumerate(arrivals))
-    leaving = {f"soak-{number}": a.abort_step for number, a in waiting if a.abort_step is not None}
-    served, step, taken = [], 0, 0
+    leaving: dict[str, int] = {}
+    done, step = _Round(), 0
     while waiting or engine.has_unfinished_requests():
         if not engine.has_unfinished_requests():
             step = max(step, waiting[0][1].step)  # nothing runs before the next one comes
@@ -119,13 +125,17 @@ def _run_round(
             number, arrival = waiting.pop(0)
             prompt = {"prompt_token_ids": list(requests.prompts[arrival.prompt])}
             engine.add_request(f"soak-{number}", prompt, sampling(requests))
+            if arrival.abort_step is not None:
+                leaving[f"soak-{number}"] = arrival.abort_step
         gone = [name for name, when in leaving.items() if when <= step]
         if gone:
             engine.abort_request(gone)
+            done.aborted += len(gone)
             leaving = {name: when for name, when in leaving.items() if name not in gone}
         for output in engine.step():
             if output.finished and output.outputs[0].finish_reason == "length":
+                leaving.pop(output.request_id, None)
                 number = int(output.request_id.removeprefix("soak-"))
-                served.append((arrivals[number].prompt, scores_of(output, requests)))
-        step, taken = step + 1, taken + 1
-    return served, taken
+                done.served.append((arrivals[number].prompt, scores_of(output, requests)))
+        step, done.steps = step + 1, done.steps + 1
+    return done

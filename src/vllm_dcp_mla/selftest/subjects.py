@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from ..capability import FLASH_ATTN_3, FLASHINFER
 from ..simulate.gpus import GPUS
 
 
@@ -14,12 +15,14 @@ class Subject:
     """One of this package's backends.
 
     Attributes:
+        member: vLLM's enum member.
         module: its module, below ``vllm_dcp_mla.backends``.
         cls: its class.
         kernel: the attention kernel, one that also runs without a GPU.
         quantizes_query: whether vLLM hands it queries of an fp8 cache's dtype.
     """
 
+    member: str
     module: str
     cls: str
     kernel: str
@@ -32,8 +35,13 @@ class Subject:
 
 #: By major compute capability.
 _SUBJECTS = {
-    10: Subject("trtllm", "DcpFlashInferMLASparseBackend", "reference", quantizes_query=True),
-    9: Subject("hopper", "DcpFlashAttnMLASparseBackend", "triton_decode", quantizes_query=False),
+    10: Subject(
+        *(FLASHINFER, "trtllm", "DcpFlashInferMLASparseBackend", "reference"), quantizes_query=True
+    ),
+    9: Subject(
+        *(FLASH_ATTN_3, "hopper", "DcpFlashAttnMLASparseBackend", "triton_decode"),
+        quantizes_query=False,
+    ),
 }
 
 

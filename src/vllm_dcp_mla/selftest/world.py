@@ -91,6 +91,10 @@ def prepare(device_type: str) -> None:
 
     torch.set_num_threads(1)  # a forked child cannot use its parent's thread pool
     vllm.platforms._current_platform = CpuPlatform()
+    from vllm.utils import torch_utils
+
+    # Some releases ask about pinned memory while that import runs, of no platform yet.
+    torch_utils.PIN_MEMORY = CpuPlatform.is_pin_memory_available()
     from ..plugin import register
 
     register()
@@ -107,9 +111,12 @@ def prepare(device_type: str) -> None:
 
 def _complete_interpreted_merge() -> None:
     """Gives vLLM's interpreted merge kernel the one attribute that only compiled kernels have."""
-    from vllm.v1.attention.ops.dcp import CorrectAttnCPOutKernel
+    from vllm.v1.attention.ops import dcp
 
-    kernel: Any = CorrectAttnCPOutKernel.kernel
+    wrapper = getattr(dcp, "CorrectAttnCPOutKernel", None)
+    if wrapper is None:  # vLLM 0.29 launches the kernel without looking into it
+        return
+    kernel: Any = wrapper.kernel
     parameters = inspect.signature(kernel.fn).parameters.values()
     kernel.constexprs = [i for i, p in enumerate(parameters) if "constexpr" in str(p.annotation)]
 

@@ -9,7 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from agreement_ranks import free_port, keys_left  # noqa: E402
+from backend_engine import backends  # noqa: E402
 
+from release_marks import has_flash_attn_4  # noqa: E402
 from vllm_dcp_mla.models import load_config  # noqa: E402
 from vllm_dcp_mla.selftest import world  # noqa: E402
 
@@ -46,13 +48,9 @@ def first_layer(config, member=0, wait_s=60.0):
     from vllm.config import set_current_vllm_config
 
     from vllm_dcp_mla import agreement
-    from vllm_dcp_mla.backends import trtllm
     from vllm_dcp_mla.selftest import attention
 
-    backend = (
-        trtllm.DcpFlashInferMLASparseBackend,
-        trtllm.DcpFlashAttnMLASparseFA4Backend,
-    )[member]
+    backend = backends()[member]
     heads = 64 // config.parallel_config.tensor_parallel_size
     topk = torch.empty(512, 128, dtype=torch.int32)
     shape = SimpleNamespace(cache_dtype="bfloat16")
@@ -167,6 +165,7 @@ def other_member(rank, config):
     return first_layer(config, member=rank)
 
 
+@has_flash_attn_4
 def test_ranks_that_selected_different_backends_are_told():
     for text in on_ranks(2, other_member)[0]:
         assert (

@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from release_marks import since
+
 pytest.importorskip("torch")
 from vllm_dcp_mla.agreement.differences import AUTOTUNE
 from vllm_dcp_mla.agreement.fingerprint import rank_fingerprint
@@ -82,6 +84,7 @@ def test_nothing_private_and_nothing_local_is_said(config, monkeypatch):
     assert os.environ["PATH"] not in before.values()
 
 
+@since(33, "no autotune results by rank")
 def test_autotune_results_of_this_rank_are_found(config, monkeypatch, tmp_path):
     from vllm.platforms import current_platform
 

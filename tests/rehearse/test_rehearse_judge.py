@@ -1,0 +1,370 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rehearse_results import BUFFERS, SMS, WORKSPACE, rank, scores, states
+
+from vllm_dcp_mla.key_splits import partial_bytes
+from vllm_dcp_mla.rehearse.checkpoint import RehearsalModel
+from vllm_dcp_mla.rehearse.configuration import Configuration, Limits, engine_of
+from vllm_dcp_mla.rehearse.judge import judge, judge_soak
+from vllm_dcp_mla.rehearse.schedule import EngineResult
+from vllm_dcp_mla.rehearse.workload import Prompt
+
+MODEL = RehearsalModel(
+    *("glm-5.2", Path("/m"), "GlmMoeDsaForCausalLM", 3, (2,), 64, 2048, 2048, 16384, 576, 512, 128)
+)
+TOKENS = 8192
+ONE = Configuration("glm-5.2", 2, 1, 2, "bfloat16", "ag_rs", 0, "none", "reference")
+PROMPTS = [Prompt(f"to {10 * (i % 2 + 1)}", (1,), 0) for i in range(64)]
+OURS, STOCK = "vllm_dcp_mla", "vllm"
+
+
+def result(configuration, given_scores):
+    spec = engine_of(configuration, Path("/m"), Limits(3136, TOKENS), None)
+    ranks = [rank(n, given_scores, spec.strict) for n in range(configuration.world)]
+    return EngineResult(spec, 30.0, ranks)
+
+
+@pytest.fixture
+def results():
+    """Of three engines, all as they should be."""
+    made = {
+        ONE.name: result(ONE, scores(0.01, 1)),
+        ONE.baseline(1).name: result(ONE.baseline(1), scores(0, 0)),
+        ONE.baseline(2).name: result(ONE.baseline(2), scores(0.01, 2)),
+    }
+    assert len(made) == 3
+    return made
+
+
+def judged(results, configuration=ONE):
+    cases = judge(configuration, results, PROMPTS, MODEL)
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        assert case.ok == (not case.problems), case
+        assert case.ok == (case.error <= case.limit), case
+    return cases
+
+
+def problems(results, configuration=ONE):
+    return [problem for case in judged(results, configuration) for problem in case.problems]
+
+
+def test_all_is_well(results):
+    cases = judged(results)
+    assert [case.name.removeprefix(ONE.name) for case in cases] == [
+        ": runs",
+        ": workspace",
+        ": to 10 tokens",
+        ": to 20 tokens",
+    ]
+    assert all(case.ok for case in cases)
+    runs = cases[0]
+    assert (runs.collectives, runs.syncs, runs.late_compiles, runs.seconds) == ((12, 12), 0, 0, 30)
+    assert all(0.7 < case.drift.ratio < 1.4 and case.drift.prompts == 32 for case in cases[2:])
+
+
+def test_a_late_compilation_of_ours_fails_and_one_of_stocks_does_not(results):
+    results[ONE.name].ranks[1]["late_compiles"] = [[STOCK, "k0 (Triton, x)"]]
+    assert problems(results) == []
+    results[ONE.name].ranks[1]["late_compiles"] += [[OURS, "k1 (Triton, y)"], [OURS, "k2"]]
+    runs = judged(results)[0]
+    assert (runs.ok, runs.late_compiles, runs.error) == (False, 2, 2)
+    assert runs.problems == (
+        "rank 1: k1 (Triton, y) was compiled late.",
+        "rank 1: k2 was compiled late.",
+    )
+
+
+def test_a_wait_of_ours_fails_and_one_of_stocks_does_not(results):
+    results[ONE.name].ranks[0]["syncs"] = [[STOCK, "vllm.x:3"], ["other", "?"]]
+    assert problems(results) == []
+    results[ONE.name].ranks[0]["syncs"] += [[OURS, "vllm_dcp_mla.indexer:7"]]
+    runs = judged(results)[0]
+    assert (runs.ok, runs.syncs) == (False, 1)
+    assert runs.problems == ("rank 0: vllm_dcp_mla.indexer:7 waited for the GPU.",)
+
+
+def test_collectives_in_another_order_fail(results):
+    results[ONE.name].ranks[1]["collective_order"] = "acb"
+    assert problems(results) == ["the ranks' collectives differ; they called (12, 12) of them."]
+
+
+@pytest.mark.parametrize("mode", ["warn", None])
+@pytest.mark.parametrize(
+    ("key", "name"), [("jit_monitor", "JIT monitor"), ("sync_check", "sync check")]
+)
+def test_a_monitor_that_was_not_on_fails(results, key, name, mode):
+    results[ONE.name].ranks[1]["engine"][key] = mode
+    assert problems(results) == [f"rank 1: vLLM's {name} was {mode}, not on."]
+
+
+def test_a_baseline_need_not_raise(results):
+    assert problems(results) == []
+    base = results[ONE.baseline(1).name]
+    assert base.ranks[0]["engine"]["jit_monitor"] == "warn"
+    assert base.ranks[0]["engine"]["sync_check"] is None
+
+
+@pytest.mark.parametrize("change", [[["workspace", 4097, WORKSPACE], BUFFERS[1]], []])
+def test_buffers_that_moved_fail(results, change):
+    results[ONE.name].ranks[0]["before"]["buffers"] = change
+    (problem,) = problems(results)
+    assert problem.startswith(
+        f"rank 0: buffers moved from {change} to [['workspace', 4096, {WORKSPACE}]"
+    )
+
+
+@pytest.mark.parametrize("accepted", [0, 10])
+def test_drafts_must_be_both_accepted_and_rejected(results, accepted):
+    mtp = replace(ONE, mtp=1)
+    results[mtp.name] = result(mtp, scores(0.01, 1))
+    assert problems(results, mtp) == []
+    for one in results[mtp.name].ranks:
+        one["metrics"]["accepted"] = accepted
+    assert problems(results, mtp) == [
+        f"{accepted} of 10 drafted tokens were accepted; both kinds must occur."
+    ]
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_workspace_of_another_size_fails(results, off):
+    for one in results[ONE.name].ranks:
+        for when in ("before", "after"):
+            one[when]["buffers"][0][2] += off
+    assert problems(results) == [
+        f"the workspace buffer is [{WORKSPACE + off}] bytes, planned were {WORKSPACE}."
+    ]
+    assert judged(results)[1].error == 1
+
+
+def test_a_rank_without_a_workspace_fails(results):
+    for when in ("before", "after"):
+        results[ONE.name].ranks[1][when]["buffers"] = []
+    assert problems(results) == [
+        f"the workspace buffer is [0, {WORKSPACE}] bytes, planned were {WORKSPACE}."
+    ]
+
+
+@pytest.mark.parametrize("off", [0, 4])
+def test_hoppers_partial_results_have_the_planned_size(results, off):
+    size = partial_bytes(512, SMS)
+    for one in results[ONE.name].ranks:
+        one["before"]["buffers"] = one["after"]["buffers"] = [["partial results", 64, size + off]]
+    (case,) = (case for case in judged(results) if "partial results" in case.name)
+    assert (case.ok, case.error) == (not off, off)
+
+
+def test_gathered_keys_have_the_planned_size_and_show_under_pcp_only(results):
+    pcp = replace(ONE, tp=1, pcp=2)
+    size = 64 * 576 * 2 * (3136 // 64 * 8)  # 8 requests, each of whole pages
+    results[pcp.name] = result(pcp, scores(0.01, 1))
+    for one in results[pcp.name].ranks:
+        one["before"]["buffers"] = one["after"]["buffers"] = [["gathered keys", 64, size]]
+    cases = [case for case in judged(results, pcp) if "gathered keys" in case.name]
+    assert [(case.ok, case.error) for case in cases] == [(True, 0)]
+
+
+def test_a_class_of_stocks_where_ours_is_to_serve_fails(results):
+    ours = replace(ONE, ours=True)
+    assert problems(results, ours) == []
+    results[ONE.name].ranks[1]["engine"]["impls"] = ["vllm.v1.x.FlashMLASparseImpl"]
+    assert problems(results) == []
+    assert problems(results, ours) == [
+        "rank 1: vllm.v1.x.FlashMLASparseImpl served, which is not this package's."
+    ]
+
+
+def test_a_kernel_that_needs_no_workspace_has_no_such_case(results):
+    for one in results[ONE.name].ranks:
+        one["before"]["buffers"] = one["after"]["buffers"] = []
+    assert [case.name for case in judged(results) if "workspace" in case.name] == []
+    assert problems(results) == []
+
+
+def test_a_drift_of_twice_the_noise_fails_in_its_class_alone(results):
+    far = np.array(scores(0.01, 1))
+    far[1::2] = np.array(scores(0.02, 1))[1::2]
+    for one in results[ONE.name].ranks:
+        one["scores"] = far.tolist()
+    good, bad = judged(results)[2:]
+    assert good.ok
+    assert not bad.ok
+    assert bad.name.endswith("to 20 tokens")
+    assert bad.error == bad.drift.high > bad.limit == 1.5
+    assert "times as far from TP1's as TP2's are (95 % interval " in bad.problems[0]
+
+
+@pytest.mark.parametrize("who", [ONE, ONE.baseline(1), ONE.baseline(2)])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(float("nan"), "a log-probability is not finite"), (None, "(1, 3) log-probabilities")],
+)
+def test_what_is_no_number_or_too_short_is_a_failed_case(results, who, value, said):
+    given_scores = results[who.name].ranks[0]["scores"]
+    if value is None:
+        del given_scores[5][1]
+    else:
+        given_scores[5][0][0] = value
+    good, bad = judged(results)[2:]
+    assert good.ok
+    (problem,) = bad.problems
+    assert problem.startswith("not comparable with TP1: prompt 5: ")
+    if who is ONE:
+        assert said in problem
+
+
+def test_a_failed_engine_says_why_and_nothing_else(results):
+    results[ONE.name] = EngineResult(results[ONE.name].spec, 5.0, failure="it broke")
+    (case,) = judged(results)
+    assert (case.name, case.problems, case.seconds) == (f"{ONE.name}: runs", ("it broke",), 5.0)
+
+
+def test_a_failed_baseline_is_named_once(results):
+    base = ONE.baseline(2)
+    results[base.name] = EngineResult(results[base.name].spec, 5.0, failure="it broke")
+    assert [(c.name, c.ok) for c in judged(results)] == [
+        (f"{ONE.name}: runs", True),
+        (f"{base.name}: runs", False),
+    ]
+
+
+def test_json_has_the_fixed_keys_and_no_infinity(results):
+    for one in results[ONE.baseline(2).name].ranks:
+        one["scores"] = scores(0, 0)  # no noise at all
+    cases = judged(results)
+    assert [case.ok for case in cases] == [True, True, False, False]
+    for case in cases:
+        text = json.dumps(case.as_json(), allow_nan=False)
+        assert set(json.loads(text)) >= {
+            *("name", "ok", "error", "limit"),
+            *("collectives", "syncs", "late_compiles", "seconds"),
+        }
+    assert cases[2].error == float("inf")
+    assert cases[2].as_json()["error"] is None
+    assert cases[2].as_json()["drift"]["ratio"] is None
+
+
+@pytest.fixture
+def soaked(results):
+    for one in results[ONE.name].ranks:
+        distances = [[i, 0.005] for i in range(8)] * 3
+        one["soak"] = {
+            "distances": distances,
+            "aborted": 4,
+            "steps": 99,
+            "states": states(0, 5, 7, 7, 7),
+        }
+        del one["scores"]
+    return results
+
+
+def soak_cases(soaked):
+    cases = judge_soak(ONE, soaked)
+    for case in cases:
+        assert case.ok == (not case.problems), case
+    return cases
+
+
+def soak_problems(soaked):
+    return [problem for case in soak_cases(soaked) for problem in case.problems]
+
+
+def test_a_good_soak(soaked):
+    cases = soak_cases(soaked)
+    assert all(case.ok for case in cases)
+    assert cases[2].name == f"{ONE.name}: 24 requests in 99 steps, 3 preempted, 4 aborted"
+    assert cases[2].drift.prompts == 8
+
+
+@pytest.mark.parametrize(
+    ("held", "ranks", "what"),
+    [
+        ("allocated_bytes", "1", "what tensors hold"),
+        ("device_bytes", "01", "memory outside of torch"),
+    ],
+)
+def test_memory_that_is_held_more_of_in_the_second_half_fails(soaked, held, ranks, what):
+    for number in map(int, ranks):
+        seen = soaked[ONE.name].ranks[number]["soak"]["states"]
+        for state in seen[-2:]:
+            state[held] += 1
+    assert soak_problems(soaked) == [
+        f"rank {n}: {what} grew by 1 bytes in the second half, of which 0 are accepted."
+        for n in ranks
+    ]
+
+
+@pytest.mark.parametrize("held", ["allocated_bytes", "device_bytes"])
+def test_memory_that_comes_and_goes_is_no_growth(soaked, held):
+    for one in soaked[ONE.name].ranks:
+        one["soak"]["states"][-1][held] += 1
+    assert not soak_problems(soaked)
+
+
+@pytest.mark.parametrize(("segments", "good"), [(1, True), (2, False)])
+def test_torch_may_keep_one_segment_more(soaked, segments, good):
+    size = segments * (20 << 20)
+    for one in soaked[ONE.name].ranks:
+        one["soak"]["states"][-1]["reserved_bytes"] += size
+        one["soak"]["states"][-1]["device_bytes"] += 2 * size  # both ranks' are on one GPU
+    expected = f"what torch keeps grew by {size:,} bytes in the second half"
+    assert all(expected in problem for problem in soak_problems(soaked))
+    assert (not soak_problems(soaked)) == good
+
+
+def test_ranks_on_gpus_of_their_own_are_looked_at_alone(soaked):
+    for number, one in enumerate(soaked[ONE.name].ranks):
+        for state in one["soak"]["states"]:
+            state["gpu"] = str(number)
+        last = one["soak"]["states"][-1]
+        last["reserved_bytes"] += 1
+        last["device_bytes"] += 1
+    assert not soak_problems(soaked)
+
+
+def test_a_soak_too_short_to_show_growth_fails(soaked):
+    for one in soaked[ONE.name].ranks:
+        one["soak"]["states"] = one["soak"]["states"][-3:]
+    assert soak_problems(soaked) == ["2 rounds show no growth; soak for longer."]
+
+
+def test_a_buffer_that_moved_in_between_fails(soaked):
+    soaked[ONE.name].ranks[0]["soak"]["states"][2]["buffers"] = [["workspace", 4097, WORKSPACE]]
+    assert soak_problems(soaked) == ["rank 0: buffers moved."]
+
+
+def test_no_preemption_no_abort_and_no_answer_fail(soaked):
+    for one in soaked[ONE.name].ranks:
+        one["metrics"]["preemptions"] = 0
+        one["soak"] |= {"aborted": 0, "distances": []}
+    assert soak_problems(soaked) == [
+        "no request was served to its end; the soak must see some.",
+        "no request was preempted; the soak must see some.",
+        "no request was aborted; the soak must see some.",
+    ]
+
+
+def test_answers_that_depend_on_the_company_fail(soaked):
+    for one in soaked[ONE.name].ranks:
+        one["soak"]["distances"] = [[i, 0.03] for i in range(8)]
+    (problem,) = soak_problems(soaked)
+    assert problem.startswith("in company, log-probabilities are ")
+
+
+def test_a_soak_whose_baseline_is_no_number_fails(soaked):
+    soaked[ONE.baseline(2).name].ranks[0]["scores"][3][0][0] = float("nan")
+    (problem,) = soak_problems(soaked)
+    assert problem == ("TP2 is not comparable with TP1: prompt 3: a log-probability is not finite.")
+
+
+def test_failed_engines_of_a_soak_are_named(soaked):
+    for name in (ONE.name, ONE.baseline(1).name):
+        soaked[name] = EngineResult(soaked[name].spec, 5.0, failure="it broke")
+    assert [case.name for case in judge_soak(ONE, soaked)] == [
+        f"{ONE.name}: runs",
+        f"{ONE.baseline(1).name}: runs",
+    ]

@@ -1,0 +1,25 @@
+"""What the installed series of vLLM cannot do, as marks of tests that need it."""
+
+import pytest
+
+from vllm_dcp_mla.compat.releases import installed_release
+
+RELEASE = installed_release()
+
+
+def since(minor, reason):
+    """Skips before vLLM 0.``minor``, for a reason that is stock's."""
+    return pytest.mark.skipif(RELEASE.minor < minor, reason=f"vLLM {RELEASE.series}: {reason}")
+
+
+has_flash_attn_4 = since(33, "no FLASH_ATTN_MLA_SPARSE_FA4")
+serves_hopper = since(33, "Hopper left to stock: no kernel call to replace there")
+gathers_pcp_with_dcp = since(30, "PCP with DCP refused: stock gathers no KV")
+gathers_here = since(33, "PCP with DCP refused here: its gather was tried with 0.33 only")
+interleaves = since(30, "no interleave above 1")
+takes_new_names = since(32, "no new backend names")
+
+#: For parameters; the larger one is skipped, with its reason, where stock refuses it.
+INTERLEAVES = (1, pytest.param(64, marks=interleaves))
+#: For hypothesis.
+INTERLEAVE_SIZES = (1, 64) if RELEASE.interleaves else (1,)
