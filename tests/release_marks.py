@@ -19,6 +19,9 @@ gathers_here = since(33, "PCP with DCP refused here: its gather was tried with 0
 interleaves = since(30, "no interleave above 1")
 takes_new_names = since(32, "no new backend names")
 
+#: FLASHINFER_MLA_SPARSE's builder promises FULL graphs of decodes of any lengths, and so does ours.
+ANY_BATCH_GRAPHS = RELEASE.minor < 32
+
 #: For parameters; the larger one is skipped, with its reason, where stock refuses it.
 INTERLEAVES = (1, pytest.param(64, marks=interleaves))
 #: For hypothesis.

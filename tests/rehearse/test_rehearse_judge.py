@@ -158,7 +158,7 @@ def test_hoppers_partial_results_have_the_planned_size(results, off):
     assert (case.ok, case.error) == (not off, off)
 
 
-def test_gathered_keys_have_the_planned_size_and_show_under_pcp_only(results):
+def test_gathered_keys_have_the_planned_size(results):
     pcp = replace(ONE, tp=1, pcp=2)
     size = 64 * 576 * 2 * (3136 // 64 * 8)  # 8 requests, each of whole pages
     results[pcp.name] = result(pcp, scores(0.01, 1))
