@@ -235,6 +235,7 @@ def test_ranks_compare_what_they_decided():
         "backend": "DcpFlashAttnMLASparseImpl",
         "kernel": "leaves",
         "heads": 128,
+        "gather_rows": 0,
         "kv_cache_dtype": "fp8_e4m3",
     }
 

@@ -158,6 +158,16 @@ def test_hoppers_partial_results_have_the_planned_size(results, off):
     assert (case.ok, case.error) == (not off, off)
 
 
+def test_gathered_keys_have_the_planned_size(results):
+    pcp = replace(ONE, tp=1, pcp=2)
+    size = 64 * 576 * 2 * (3136 // 64 * 8)  # 8 requests, each of whole pages
+    results[pcp.name] = result(pcp, scores(0.01, 1))
+    for one in results[pcp.name].ranks:
+        one["before"]["buffers"] = one["after"]["buffers"] = [["gathered keys", 64, size]]
+    cases = [case for case in judged(results, pcp) if "gathered keys" in case.name]
+    assert [(case.ok, case.error) for case in cases] == [(True, 0)]
+
+
 def test_a_class_of_stocks_where_ours_is_to_serve_fails(results):
     ours = replace(ONE, ours=True)
     assert problems(results, ours) == []

@@ -160,6 +160,20 @@ def test_hopper_is_rehearsed_with_its_own_class_and_what_vllm_selects_without_dc
     assert len(read_rehearsal(raw(), more(cover=True)).configurations(machine((9, 0)), "auto")) > 4
 
 
+@pytest.mark.parametrize(("arch", "kernel"), [((9, 0), "auto"), ((9, 0), "reference")])
+@pytest.mark.parametrize("sizes", [("1", "2", "2"), ("2", "2", "2"), ("2", "2", "4")])
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
+def test_pcp_with_dcp_is_rehearsed_on_our_classes_with_the_exchange_it_needs(
+    arch, kernel, sizes, cache
+):
+    tp, pcp, dcp = sizes
+    flags = {"tp": tp, "pcp": pcp, "dcp": dcp, "kv_cache_dtype": cache}
+    sparse, _ = read_rehearsal(raw(**flags), more()).configurations(machine(arch), kernel)
+    assert (sparse.pcp, sparse.comm, sparse.ours) == (int(pcp), "ag_rs", True)
+    with pytest.raises(RequestError, match="PCP with DCP needs --dcp-comm-backend ag_rs, got a2a"):
+        read_rehearsal(raw(**flags, comm="a2a"), more()).configurations(machine(arch), kernel)
+
+
 @pytest.mark.parametrize(
     ("sizes", "cache", "ours"),
     [

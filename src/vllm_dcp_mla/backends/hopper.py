@@ -6,6 +6,7 @@ query packed and in bf16, and dequantises a cache in the kernel.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +31,7 @@ from ..settings import load_settings
 from ..warmup import warm
 from .batches import packed, sparse_batch
 from .implementation import DcpImplMixin
+from .pcp import GatherBuilderMixin, GatherFields, PcpGatherMixin
 from .refusing import CapabilityTableMixin
 
 if TYPE_CHECKING:
@@ -41,7 +43,9 @@ logger = init_logger("vllm.dcp_mla.hopper")
 _FULL_STEPS = ("flashmla", "flash_attn3")
 
 
-class DcpFlashAttnMLASparseImpl(DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
+class DcpFlashAttnMLASparseImpl(
+    PcpGatherMixin, DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
+):
     """A kernel that splits keys for small steps, the fastest that takes the shape for others."""
 
     supports_dcp = True
@@ -65,19 +69,18 @@ class DcpFlashAttnMLASparseImpl(DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASp
             dims=MlaDims(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim),
         )
         device = device_buffer.kernel_device()
-        sms = device_buffer.num_sms(device)
-        forced = load_settings(config.additional_config).kernel
-        self._small, self._full = _choose_kernels(self._shape, forced, sms)
-        self.kernel_names = tuple(dict.fromkeys((self._small.name, self._full.name)))
-        # Up to this many tokens all thread blocks run at once, and keys can be split.
-        self._small_tokens = sms // head_blocks(heads)
+        self._num_sms = device_buffer.num_sms(device)
+        self._forced = load_settings(config.additional_config).kernel
+        self._kernels = {heads: self._choose_kernels(heads)}
+        self.kernel_names = self._kernels[heads].names
         self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
         triton_decode.warm_up(
             self._shape.cache_dtype, self._shape.dims, partial(warm, config, device)
         )
         _register_indexer_kernels(config)
         flat_cache.install(DcpFlashAttnMLASparseBackend)
-        self._join_ranks(config, heads=heads)
+        self._init_gather()
+        self._join_ranks(config, heads=heads, gather_rows=self.gather_rows)
 
     def _forward_mqa_kernel(
         self,
@@ -90,51 +93,102 @@ class DcpFlashAttnMLASparseImpl(DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASp
         block_size: int,
         is_decode: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
+
+    def _attend(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        counts: torch.Tensor,
+        layer: AttentionLayer,
+        block_size: int,
+        *,
+        out: torch.Tensor | None = None,
+        with_lse: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attends T tokens.
+
+        Args:
+            q: ``[T, H, D]``, or its latent and rotary parts.
+            kv_cache: ``[blocks, block_size, D]``, block strides of whole rows.
+            topk_indices: ``[T, K]`` int32 physical rows, valid ones first.
+            counts: ``[T]`` int32.
+            layer: holds the checkpoint's scales.
+            block_size: rows of a block.
+            out: ``[T, H, kv_lora_rank]`` bf16 to write to; None makes one.
+            with_lse: whether the LSE is wanted under DCP.
+
+        Returns:
+            ``out [T, H, kv_lora_rank]`` bf16 and, where wanted, ``lse [T, H]`` float32, natural.
+        """
         query = packed(q)
         batch = sparse_batch(
             query,
             kv_cache.view(self._shape.cache_dtype),
             topk_indices,
-            valid_counts,
+            counts,
             block_size=block_size,
             softmax_scale=self.scale,
             query_scale=1.0,
             # A checkpoint may hold scales that a bf16 cache was never quantised with.
             cache_scale=layer._k_scale_float if self._is_quantized else 1.0,
             dims=self._shape.dims,
-            with_lse=self.need_to_return_lse_for_decode,
+            with_lse=with_lse and self.need_to_return_lse_for_decode,
+            out=out,
         )
-        if query.shape[0]:
-            kernel = self._small if query.shape[0] <= self._small_tokens else self._full
+        tokens, heads, _ = query.shape
+        if heads not in self._kernels:  # prefill rows under PCP have this rank's heads only
+            self._kernels[heads] = self._choose_kernels(heads)
+        if tokens:
+            kernel = self._kernels[heads].of(tokens)
             kernel.launch(batch, self._buffers)
             if not kernel.clears_empty_rows:
                 clear_empty_rows(batch.out, batch.lse, batch.counts)
         return batch.out, batch.lse
 
+    def _choose_kernels(self, heads: int) -> _Kernels:
+        """The kernels of launches of a number of heads.
 
-def _choose_kernels(
-    shape: LaunchShape, forced: str, num_sms: int
-) -> tuple[SparseMlaKernel, SparseMlaKernel]:
-    """The kernels of small steps and of those that fill the GPU.
+        Raises:
+            ValueError: the forced kernel does not take the shape.
+        """
+        shape = replace(self._shape, heads=heads)
+        # Up to this many tokens all thread blocks run at once, and keys can be split.
+        small_tokens = self._num_sms // head_blocks(heads)
+        if self._forced != "auto":
+            kernel = load_kernel(self._forced, num_sms=self._num_sms)
+            if (reason := kernel.supports(shape)) is not None:
+                raise ValueError(
+                    f"The forced kernel {self._forced} does not serve this model: {reason}."
+                )
+            return _Kernels(kernel, kernel, small_tokens)
+        splitting = load_kernel("triton_decode", num_sms=self._num_sms)
+        for name in _FULL_STEPS:
+            try:
+                kernel = load_kernel(name)
+            except ImportError as error:
+                logger.info_once("Not used: %s", str(error))
+                continue
+            if kernel.supports(shape) is None:
+                return _Kernels(splitting, kernel, small_tokens)
+        return _Kernels(splitting, splitting, small_tokens)
 
-    Raises:
-        ValueError: the forced kernel does not take the shape.
-    """
-    if forced != "auto":
-        kernel = load_kernel(forced, num_sms=num_sms)
-        if (reason := kernel.supports(shape)) is not None:
-            raise ValueError(f"The forced kernel {forced} does not serve this model: {reason}.")
-        return kernel, kernel
-    splitting = load_kernel("triton_decode", num_sms=num_sms)
-    for name in _FULL_STEPS:
-        try:
-            kernel = load_kernel(name)
-        except ImportError as error:
-            logger.info_once("Not used: %s", str(error))
-            continue
-        if kernel.supports(shape) is None:
-            return splitting, kernel
-    return splitting, splitting
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """The kernels of steps up to ``small_tokens`` tokens and of those that fill the GPU."""
+
+    small: SparseMlaKernel
+    full: SparseMlaKernel
+    small_tokens: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.small.name, self.full.name)))
+
+    def of(self, tokens: int) -> SparseMlaKernel:
+        return self.small if tokens <= self.small_tokens else self.full
 
 
 def _register_indexer_kernels(vllm_config: Any) -> None:
@@ -148,8 +202,15 @@ def _register_indexer_kernels(vllm_config: Any) -> None:
     indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL.register_warmup()
 
 
-class DcpFlashAttnMLASparseBuilder(FlashAttnMLASparseMetadataBuilder):
+@dataclass
+class DcpFlashAttnMLASparseMetadata(FlashAttnMLASparseMetadata, GatherFields):
+    """Stock's metadata, and what prefill rows gather under PCP."""
+
+
+class DcpFlashAttnMLASparseBuilder(GatherBuilderMixin, FlashAttnMLASparseMetadataBuilder):
     """Metadata of FLASH_ATTN_MLA_SPARSE."""
+
+    metadata_cls = DcpFlashAttnMLASparseMetadata
 
     def _init_reorder_batch_threshold(
         self,

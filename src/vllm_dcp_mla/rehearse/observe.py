@@ -19,7 +19,7 @@ from typing import Any
 OURS = "vllm_dcp_mla"
 _STOCK = "vllm"
 _LAST_BYTES = 256
-#: Collectives of vLLM's process groups, and the one that DCP's exchange calls directly.
+#: Collectives of vLLM's process groups; those of torch that are called past them come beside.
 _GROUP_CALLS = (
     "_all_reduce_out_place",
     "all_gather",
@@ -144,6 +144,13 @@ def _watch_collectives(notes: Notes, last: _LastCall) -> None:
         return exchange(out, x, *args, **kwargs)
 
     distributed.all_to_all_single = counted_exchange
+    gather = distributed.all_gather_into_tensor
+
+    def counted_gather(out: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        _count(notes, last, f"all_gather_into_tensor {_shape(out)}")
+        return gather(out, x, *args, **kwargs)
+
+    distributed.all_gather_into_tensor = counted_gather
 
 
 def _count(notes: Notes, last: _LastCall, call: str) -> None:
