@@ -50,7 +50,7 @@ def test_what_was_planned_is_good(spec):
     assert (found.problems, found.off_bytes, found.off_share) == ((), 0, 0)
     by_key = {x.key: x for x in found.lines}
     exact = {key for key, x in by_key.items() if x.judged == "bytes"}
-    assert exact == against_plan.TO_THE_BYTE
+    assert exact == against_plan.TO_THE_BYTE - {"partials"}
     summed = {key for key, x in by_key.items() if x.judged == "sum"}
     assert summed == {"weights", "rope", "counters", "context_rows", "indexer_state"}
     assert by_key["kv.block_bytes"].held == (64 * (3 * 576 * 2 + 2 * 132),) * 2
@@ -89,7 +89,7 @@ def test_the_plan_is_of_the_engine_s_flags(spec):
     assert planned(dcp=1)["rank"] == 1
 
 
-@pytest.mark.parametrize("key", sorted(against_plan.TO_THE_BYTE))
+@pytest.mark.parametrize("key", sorted(against_plan.TO_THE_BYTE - {"partials"}))
 def test_one_byte_of_a_line_is_found(spec, key):
     ranks = ranks_of(spec)
     ranks[1]["held"]["lines"][key] += 1
@@ -153,12 +153,21 @@ def test_nothing_read_is_no_success(spec):
     assert "compared to the byte: nothing" in summary(found.lines)
 
 
+def test_hopper_s_class_has_its_workspace(spec):
+    hopper = spec.model_copy(update={"kernel": "auto"})
+    found = compare(hopper, ranks_of(hopper))
+    assert found.problems == ()
+    by_key = {x.key: x for x in found.lines}
+    assert by_key["partials"].judged == "bytes"
+    assert not {"slab", "scratch"} & set(by_key)
+
+
 def test_what_cannot_be_planned_is_said(spec):
-    broken = spec.model_copy(update={"kernel": "auto"})
+    broken = spec.model_copy(update={"kernel": "auto", "kv_cache_dtype": "nvfp4_ds_mla"})
     found = compare(broken, ranks_of(spec))
     assert found.lines == ()
     assert all(problem.startswith("plan: ") for problem in found.problems)
-    assert any("needs SM10x, got SM90" in problem for problem in found.problems)
+    assert any("nvfp4_ds_mla" in problem for problem in found.problems)
 
 
 def test_lines_are_judged_rank_by_rank():
@@ -216,5 +225,6 @@ def test_the_case_says_it_all(spec):
 def test_the_summary_names_what_was_compared(spec):
     text = summary(compare(spec, ranks_of(spec)).lines)
     assert text.startswith("compared to the byte: ")
-    assert set(text.partition(": ")[2].partition(";")[0].split(", ")) == against_plan.TO_THE_BYTE
+    named = set(text.partition(": ")[2].partition(";")[0].split(", "))
+    assert named == against_plan.TO_THE_BYTE - {"partials"}
     assert text.endswith("; 12 lines together are 0.00% apart.")

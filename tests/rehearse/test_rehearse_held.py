@@ -144,9 +144,14 @@ def test_what_a_kernel_lacks_is_no_line():
     rank = stand_in()
     for layer in rank.layers.values():
         if hasattr(layer, "impl"):
-            del layer.impl._buffers
+            del layer.impl._plans  # Hopper's class has the one buffer
     lines, not_read = read_lines(rank)
+    assert lines["partials"] == PLAN.total_bytes
     assert not {"slab", "scratch", "counters"} & {*lines, *not_read}
+    for layer in rank.layers.values():
+        if hasattr(layer, "impl"):
+            del layer.impl._buffers
+    assert "partials" not in read_lines(rank)[0]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,7 @@ def test_what_a_kernel_lacks_is_no_line():
         (lambda r: r.requests.clear(), {"gather"}, "NotReadError: none of sparse_attn_indexer, "),
         (
             lambda r: r.layers.clear(),
-            {"topk", "index_groups", "slab", "scratch", "counters"},
+            {"topk", "index_groups", "slab", "scratch", "counters", "partials"},
             "NotReadError: no layer has an attention implementation",
         ),
         (

@@ -21,7 +21,7 @@ from .schedule import EngineResult
 #: Lines that follow from sizes alone: they agree to the byte.
 TO_THE_BYTE = frozenset(
     {
-        *("slab", "scratch", "gather", "block_tables", "indexer_tables"),
+        *("slab", "scratch", "partials", "gather", "block_tables", "indexer_tables"),
         *("topk", "index_groups", "kv.block_bytes"),
     }
 )
