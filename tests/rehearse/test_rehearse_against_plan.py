@@ -22,6 +22,8 @@ from vllm_dcp_mla.rehearse.schedule import EngineResult
 from vllm_dcp_mla.simulate.gpus import GPUS
 
 GIB = 1 << 30
+#: Of an engine without PCP, with the B200 class.
+HELD = against_plan.TO_THE_BYTE - {"partials", "pcp_gather"}
 ONE = Configuration("glm-5.2", 2, 1, 2, "bfloat16", "ag_rs", 0, "none", "reference")
 
 
@@ -50,7 +52,7 @@ def test_what_was_planned_is_good(spec):
     assert (found.problems, found.off_bytes, found.off_share) == ((), 0, 0)
     by_key = {x.key: x for x in found.lines}
     exact = {key for key, x in by_key.items() if x.judged == "bytes"}
-    assert exact == against_plan.TO_THE_BYTE - {"partials"}
+    assert exact == HELD
     summed = {key for key, x in by_key.items() if x.judged == "sum"}
     assert summed == {"weights", "rope", "counters", "context_rows", "indexer_state"}
     assert by_key["kv.block_bytes"].held == (64 * (3 * 576 * 2 + 2 * 132),) * 2
@@ -89,7 +91,7 @@ def test_the_plan_is_of_the_engine_s_flags(spec):
     assert planned(dcp=1)["rank"] == 1
 
 
-@pytest.mark.parametrize("key", sorted(against_plan.TO_THE_BYTE - {"partials"}))
+@pytest.mark.parametrize("key", sorted(HELD))
 def test_one_byte_of_a_line_is_found(spec, key):
     ranks = ranks_of(spec)
     ranks[1]["held"]["lines"][key] += 1
@@ -162,6 +164,13 @@ def test_hopper_s_class_has_its_workspace(spec):
     assert not {"slab", "scratch"} & set(by_key)
 
 
+def test_pcp_gathers_in_a_workspace_of_its_own(spec):
+    both = spec.model_copy(update={"tp": 1, "pcp": 2})
+    found = compare(both, ranks_of(both))
+    assert found.problems == ()
+    assert {x.key for x in found.lines if x.judged == "bytes"} == HELD | {"pcp_gather"}
+
+
 def test_what_cannot_be_planned_is_said(spec):
     broken = spec.model_copy(update={"kernel": "auto", "kv_cache_dtype": "nvfp4_ds_mla"})
     found = compare(broken, ranks_of(spec))
@@ -226,5 +235,5 @@ def test_the_summary_names_what_was_compared(spec):
     text = summary(compare(spec, ranks_of(spec)).lines)
     assert text.startswith("compared to the byte: ")
     named = set(text.partition(": ")[2].partition(";")[0].split(", "))
-    assert named == against_plan.TO_THE_BYTE - {"partials"}
+    assert named == HELD
     assert text.endswith("; 12 lines together are 0.00% apart.")

@@ -154,6 +154,18 @@ def test_what_a_kernel_lacks_is_no_line():
     assert "partials" not in read_lines(rank)[0]
 
 
+def test_the_gather_of_prefills():
+    rank = stand_in()
+    gathered = torch.empty(4000, dtype=torch.uint8)
+    for layer in rank.layers.values():
+        if hasattr(layer, "impl"):
+            layer.impl.gather_plan, layer.impl._workspace = object(), gathered
+    assert read_lines(rank)[0]["pcp_gather"] == 4000
+    rank.layers["0"].impl.gather_plan = None  # where PCP or DCP is off
+    del rank.layers["1"], rank.layers["2"]
+    assert "pcp_gather" not in read_lines(rank)[0]
+
+
 @pytest.mark.parametrize(
     ("breaks", "keys", "reason"),
     [
@@ -162,7 +174,7 @@ def test_what_a_kernel_lacks_is_no_line():
         (lambda r: r.requests.clear(), {"gather"}, "NotReadError: none of sparse_attn_indexer, "),
         (
             lambda r: r.layers.clear(),
-            {"topk", "index_groups", "slab", "scratch", "counters", "partials"},
+            {"topk", "index_groups", "slab", "scratch", "counters", "partials", "pcp_gather"},
             "NotReadError: no layer has an attention implementation",
         ),
         (

@@ -21,8 +21,8 @@ from .schedule import EngineResult
 #: Lines that follow from sizes alone: they agree to the byte.
 TO_THE_BYTE = frozenset(
     {
-        *("slab", "scratch", "partials", "gather", "block_tables", "indexer_tables"),
-        *("topk", "index_groups", "kv.block_bytes"),
+        *("slab", "scratch", "partials", "pcp_gather", "gather", "block_tables"),
+        *("indexer_tables", "topk", "index_groups", "kv.block_bytes"),
     }
 )
 #: How far all compared lines together may be apart. Weights are what a checkpoint's headers say;

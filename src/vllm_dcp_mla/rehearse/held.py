@@ -191,6 +191,12 @@ def _partials(rank: Rank) -> int | None:
     return storage_bytes(others) or None
 
 
+def _pcp_gather(rank: Rank) -> int | None:
+    """What prefills gather keys of all ranks in, under PCP with DCP."""
+    gathers = [i for i in _impls(rank) if getattr(i, "gather_plan", None) is not None]
+    return storage_bytes(impl._workspace for impl in gathers) or None
+
+
 def _gather(rank: Rank) -> int:
     found = [size for name, size in rank.requests.items() if name.rpartition(".")[2] in GATHERING]
     if not found:
@@ -301,6 +307,7 @@ _READERS: dict[str, Callable[[Rank], int | None]] = {
     "scratch": _of_workspace(1),
     "counters": _of_workspace(2),
     "partials": _partials,
+    "pcp_gather": _pcp_gather,
     "gather": _gather,
     "shared_workspace": _shared_workspace,
     "context_rows": _context_rows,
