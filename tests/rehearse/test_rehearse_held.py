@@ -233,7 +233,7 @@ def test_the_shared_workspace_is_told_by_who_asked(monkeypatch):
 
 ENGINES = {
     "FlashMLA, MTP": {
-        **{"tp": 4, "dcp": 2, "kv_cache_dtype": "fp8_ds_mla", "comm": "a2a", "mtp": 1},
+        **{"tp": 8, "dcp": 2, "kv_cache_dtype": "fp8_ds_mla", "comm": "a2a", "mtp": 1},
     },
     "PCP with DCP": {
         **{"tp": 1, "pcp": 2, "dcp": 2, "kv_cache_dtype": "fp8_ds_mla", "comm": "ag_rs"},
