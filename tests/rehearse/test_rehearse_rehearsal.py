@@ -37,7 +37,7 @@ class Stage:
         self.breaks, self.drifts, self.raises = set(), 1.0, None
         self.written = []
 
-    def write(self, model, folder, *, index_topk=None, seed=0):
+    def write(self, model, folder, *, index_topk=None, max_model_len, seed=0):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_text("large")
         self.written.append((model, index_topk))

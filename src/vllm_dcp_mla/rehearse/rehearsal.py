@@ -14,6 +14,7 @@ import numpy as np
 
 from . import outside, recall, schedule, soak
 from .checkpoint import RehearsalModel, write_checkpoint
+from .config import MAX_MODEL_LEN
 from .configuration import Configuration, Limits, engine_of, with_baselines
 from .engine import SHARED_KV_CACHE_BYTES, EngineSpec
 from .judge import Case, conduct, judge, judge_outside, judge_soak
@@ -79,7 +80,7 @@ def rehearse(
     folder = _private_folder()
     keep = False
     try:
-        models = _write_models(configurations, folder / _MODELS, options.index_topk, progress)
+        models = _write_models(configurations, folder / _MODELS, options, progress)
         # Prompts are the same for all engines of a model, and as awkward as its most ranks make it.
         ranks = max(configuration.dcp for configuration in configurations)
         asked = {name: _prompts(model, ranks, options) for name, model in models.items()}
@@ -124,7 +125,7 @@ def _private_folder() -> Path:
 def _write_models(
     configurations: Sequence[Configuration],
     folder: Path,
-    index_topk: int | None,
+    options: Options,
     progress: Callable[[str], None],
 ) -> dict[str, RehearsalModel]:
     models: dict[str, RehearsalModel] = {}
@@ -132,7 +133,12 @@ def _write_models(
         progress(f"writing a small random {name}")
         target = folder / str(len(models))
         try:
-            models[name] = write_checkpoint(name, target, index_topk=index_topk)
+            models[name] = write_checkpoint(
+                name,
+                target,
+                index_topk=options.index_topk,
+                max_model_len=max(MAX_MODEL_LEN, max_model_len(0, options.long_tokens)),
+            )
         except OSError as error:
             raise MachineError(
                 f"the weights of {name} cannot be written to {target}: {error}; a model takes "
@@ -160,7 +166,13 @@ def _references(
 
 def _prompts(model: RehearsalModel, ranks: int, options: Options) -> list[Prompt]:
     per_class = PROMPTS_PER_CLASS if options.soak_seconds is None else soak.PROMPTS_PER_CLASS
-    return prompts(model.index_topk, model.vocab_size, ranks, per_class=per_class)
+    return prompts(
+        model.index_topk,
+        model.vocab_size,
+        ranks,
+        per_class=per_class,
+        long_tokens=options.long_tokens,
+    )
 
 
 def _engine(
@@ -171,7 +183,9 @@ def _engine(
     shared: bool,
 ) -> tuple[EngineSpec, Requests]:
     """An engine and what it serves."""
-    limits = Limits(max_model_len(model.index_topk), options.max_num_batched_tokens)
+    limits = Limits(
+        max_model_len(model.index_topk, options.long_tokens), options.max_num_batched_tokens
+    )
     spec = engine_of(configuration, model.folder, limits, SHARED_KV_CACHE_BYTES if shared else None)
     if options.soak_seconds is None:
         requests = Requests.of(asked, model.vocab_size)
