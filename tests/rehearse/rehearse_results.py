@@ -4,6 +4,8 @@ import copy
 
 import numpy as np
 
+from vllm_dcp_mla.rehearse import against_plan
+from vllm_dcp_mla.simulate.gpus import GPUS
 from vllm_dcp_mla.workspace import plan_workspace
 
 #: At 64 heads and 8192 tokens.
@@ -42,6 +44,27 @@ def rank(number, given_scores, strict):
         },
         "metrics": {"drafted": 10, "accepted": 5, "preemptions": 3},
         "scores": given_scores,
+    }
+
+
+def held(spec):
+    """What a rank of an H200 holds where all is as planned; no estimates."""
+    gpu = GPUS["h200"]
+    plan = against_plan.plan_of(spec, gpu, 64)
+    lines = {}
+    if plan.ours is not None:
+        lines = {x.key: x.planned for x in against_plan.side_by_side(plan, [], [])}
+        for estimated in [x.key for x in plan.lines if x.is_estimate]:
+            lines.pop(estimated, None)
+    return {
+        "lines": lines,
+        "not_read": {},
+        "gpu": {
+            "name": "NVIDIA H200",
+            "arch": [9, 0],
+            "sms": gpu.sms,
+            "memory_bytes": gpu.memory_bytes,
+        },
     }
 
 

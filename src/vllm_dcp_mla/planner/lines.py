@@ -127,9 +127,13 @@ def memory_lines(s: Subject) -> list[Line]:
     return [line for part in (_loaded, _profiled, _outside, _moments) for line in part(s)]
 
 
-def has_trtllm_workspace(backend: str, arch: tuple[int, int]) -> bool:
-    """Whether a backend calls the trtllm-gen kernel."""
-    return arch[0] == 10 and backend in (FLASHINFER, FLASH_ATTN_4)
+def has_trtllm_workspace(backend: str, arch: tuple[int, int], settings: Settings) -> bool:
+    """Whether a backend calls the trtllm-gen kernel, or the reference in its place.
+
+    The class makes the workspace, whichever kernel it calls.
+    """
+    runs = arch[0] == 10 or settings.kernel == "reference"
+    return runs and backend in (FLASHINFER, FLASH_ATTN_4)
 
 
 def _exact(
@@ -166,7 +170,7 @@ def _loaded(s: Subject) -> Iterator[Line]:
 def _trtllm_workspace(s: Subject) -> Iterator[Line]:
     """Ours is made while the model loads; stock's after profiling."""
     d, tokens = s.deployment, s.workload.max_num_batched_tokens
-    if not has_trtllm_workspace(s.backend, d.arch):
+    if not has_trtllm_workspace(s.backend, d.arch, s.settings):
         return
     stock_slab, stock_scratch = stock_slab_and_scratch(d, tokens, s.user_workspace)
     slab, scratch = stock_slab, stock_scratch

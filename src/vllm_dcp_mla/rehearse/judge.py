@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from .observe import OURS
 from .recall import Recall
 from .schedule import EngineResult
 from .workload import Prompt
+
+if TYPE_CHECKING:
+    from .against_plan import MemoryLine
 
 #: Log-probabilities ``[positions][scored tokens]`` of a prompt.
 Scores = Sequence[Sequence[float]]
@@ -48,6 +51,7 @@ class Case:
         seconds: of the engine, start included.
         drift: of a length class.
         recall: of its indexers, None where nothing was kept.
+        lines: of memory, planned and held.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Case:
     seconds: float = 0.0
     drift: Drift | None = None
     recall: Recall | None = None
+    lines: tuple[MemoryLine, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The case with the fixed keys of every command's cases; JSON knows no infinity: null."""

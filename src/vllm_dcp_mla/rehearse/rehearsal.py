@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import outside, recall, schedule, soak
+from .against_plan import judge_memory
 from .checkpoint import RehearsalModel, write_checkpoint
 from .config import MAX_MODEL_LEN
 from .configuration import Configuration, Limits, engine_of, with_baselines
@@ -223,6 +224,7 @@ def _cases(
             cases.append(conduct(configuration, results[configuration.name]))
         elif options.soak_seconds is not None:
             cases += judge_soak(configuration, results)
+            cases += judge_memory(configuration, results[configuration.name])
         else:
             cases += judge(
                 configuration,
@@ -231,6 +233,7 @@ def _cases(
                 models[model],
                 recalls.get(configuration.name),
             )
+            cases += judge_memory(configuration, results[configuration.name])
             if model in references and configuration.kv_cache_dtype == "bfloat16":
                 numbers = outside.chosen(asked[model])
                 cases += judge_outside(configuration, results, numbers, references[model])
