@@ -22,6 +22,8 @@ from vllm_dcp_mla.rehearse.schedule import EngineResult
 from vllm_dcp_mla.simulate.gpus import GPUS
 
 GIB = 1 << 30
+#: Of the SM100 classes without PCP.
+EXACT = against_plan.TO_THE_BYTE - {"partials", "pcp_gather"}
 ONE = Configuration("glm-5.2", 2, 1, 2, "bfloat16", "ag_rs", 0, "none", "reference")
 
 
@@ -50,7 +52,7 @@ def test_what_was_planned_is_good(spec):
     assert (found.problems, found.off_bytes, found.off_share) == ((), 0, 0)
     by_key = {x.key: x for x in found.lines}
     exact = {key for key, x in by_key.items() if x.judged == "bytes"}
-    assert exact == against_plan.TO_THE_BYTE
+    assert exact == EXACT
     summed = {key for key, x in by_key.items() if x.judged == "sum"}
     assert summed == {"weights", "rope", "counters", "context_rows", "indexer_state"}
     assert by_key["kv.block_bytes"].held == (64 * (3 * 576 * 2 + 2 * 132),) * 2
@@ -71,6 +73,14 @@ def test_the_reference_kernel_has_the_workspace_of_sm100_on_any_gpu(spec):
     assert not {x.key for x in stock.lines} & {"slab", "scratch", "counters"}
 
 
+def test_hopper_has_partial_results_and_pcp_gathered_keys(spec):
+    hopper = spec.model_copy(update={"kernel": "auto", "tp": 1, "pcp": 2})
+    found = compare(hopper, ranks_of(hopper))
+    assert found.problems == ()
+    exact = {x.key for x in found.lines if x.judged == "bytes"}
+    assert exact == against_plan.TO_THE_BYTE - {"slab", "scratch"}
+
+
 def test_the_plan_is_of_the_engine_s_flags(spec):
     def planned(**changed):
         plan = against_plan.plan_of(spec.model_copy(update=changed), GPUS["h200"], 64)
@@ -89,7 +99,7 @@ def test_the_plan_is_of_the_engine_s_flags(spec):
     assert planned(dcp=1)["rank"] == 1
 
 
-@pytest.mark.parametrize("key", sorted(against_plan.TO_THE_BYTE))
+@pytest.mark.parametrize("key", sorted(EXACT))
 def test_one_byte_of_a_line_is_found(spec, key):
     ranks = ranks_of(spec)
     ranks[1]["held"]["lines"][key] += 1
@@ -154,7 +164,7 @@ def test_nothing_read_is_no_success(spec):
 
 
 def test_what_cannot_be_planned_is_said(spec):
-    broken = spec.model_copy(update={"kernel": "auto"})
+    broken = spec.model_copy(update={"kernel": "auto", "kv_cache_dtype": "nvfp4_ds_mla"})
     found = compare(broken, ranks_of(spec))
     assert found.lines == ()
     assert all(problem.startswith("plan: ") for problem in found.problems)
@@ -216,5 +226,5 @@ def test_the_case_says_it_all(spec):
 def test_the_summary_names_what_was_compared(spec):
     text = summary(compare(spec, ranks_of(spec)).lines)
     assert text.startswith("compared to the byte: ")
-    assert set(text.partition(": ")[2].partition(";")[0].split(", ")) == against_plan.TO_THE_BYTE
+    assert set(text.partition(": ")[2].partition(";")[0].split(", ")) == EXACT
     assert text.endswith("; 12 lines together are 0.00% apart.")

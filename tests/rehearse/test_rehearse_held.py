@@ -140,11 +140,24 @@ def test_without_a_drafter():
     assert (lines["weights"], lines["topk"], lines["indexer_tables"]) == (320, 256, 128)
 
 
+def test_hoppers_partial_results_and_the_keys_that_pcp_gathers():
+    rank = stand_in()
+    gathered = torch.empty(50, dtype=torch.uint8)
+    partials = LaunchBuffers(torch.empty(40, dtype=torch.int8), ints(0))
+    for layer in rank.layers.values():
+        if hasattr(layer, "impl"):
+            del layer.impl._plans
+            vars(layer.impl).update(_buffers=partials, gather_rows=8, _workspace=gathered)
+    lines, not_read = read_lines(rank)
+    assert (lines["partials"], lines["pcp_gather"]) == (40, 50)
+    assert not {"slab", "scratch", "counters"} & {*lines, *not_read}
+
+
 def test_what_a_kernel_lacks_is_no_line():
     rank = stand_in()
     for layer in rank.layers.values():
         if hasattr(layer, "impl"):
-            del layer.impl._buffers
+            del layer.impl._buffers, layer.impl._plans
     lines, not_read = read_lines(rank)
     assert not {"slab", "scratch", "counters"} & {*lines, *not_read}
 
@@ -157,7 +170,10 @@ def test_what_a_kernel_lacks_is_no_line():
         (lambda r: r.requests.clear(), {"gather"}, "NotReadError: none of sparse_attn_indexer, "),
         (
             lambda r: r.layers.clear(),
-            {"topk", "index_groups", "slab", "scratch", "counters"},
+            {
+                *("topk", "index_groups", "slab", "scratch", "counters"),
+                *("partials", "pcp_gather"),
+            },
             "NotReadError: no layer has an attention implementation",
         ),
         (

@@ -22,7 +22,7 @@ from .schedule import EngineResult
 TO_THE_BYTE = frozenset(
     {
         *("slab", "scratch", "gather", "block_tables", "indexer_tables"),
-        *("topk", "index_groups", "kv.block_bytes"),
+        *("topk", "index_groups", "partials", "pcp_gather", "kv.block_bytes"),
     }
 )
 #: How far all compared lines together may be apart. Weights are what a checkpoint's headers say;

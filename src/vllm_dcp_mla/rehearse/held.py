@@ -167,8 +167,8 @@ def _index_groups(rank: Rank) -> int:
 
 
 def _workspace(rank: Rank) -> tuple[int, int, int] | None:
-    """Slab, scratch and counters of this package's one workspace; None where no class has it."""
-    impls = [impl for impl in _impls(rank) if hasattr(impl, "_buffers")]
+    """Slab, scratch and counters of the SM100 classes' one workspace; None where none has it."""
+    impls = [impl for impl in _impls(rank) if hasattr(impl, "_plans")]
     if not impls:
         return None
     slab = max(plan.slab_bytes for impl in impls for plan in impl._plans.values())
@@ -182,6 +182,19 @@ def _of_workspace(index: int) -> Callable[[Rank], int | None]:
         return None if parts is None else parts[index]
 
     return part
+
+
+def _partials(rank: Rank) -> int | None:
+    """What Hopper's class has instead."""
+    impls = [impl for impl in _impls(rank) if hasattr(impl, "_buffers")]
+    buffers = [impl._buffers.workspace for impl in impls if not hasattr(impl, "_plans")]
+    return storage_bytes(buffers) or None
+
+
+def _pcp_gather(rank: Rank) -> int | None:
+    """What this package's classes gather in, under PCP with DCP."""
+    gathering = [impl for impl in _impls(rank) if getattr(impl, "gather_rows", 0)]
+    return storage_bytes(impl._workspace for impl in gathering) or None
 
 
 def _gather(rank: Rank) -> int:
@@ -293,6 +306,8 @@ _READERS: dict[str, Callable[[Rank], int | None]] = {
     "slab": _of_workspace(0),
     "scratch": _of_workspace(1),
     "counters": _of_workspace(2),
+    "partials": _partials,
+    "pcp_gather": _pcp_gather,
     "gather": _gather,
     "shared_workspace": _shared_workspace,
     "context_rows": _context_rows,
