@@ -141,7 +141,7 @@ def test_full_steps_take_the_first_kernel_that_takes_the_shape():
     ours, first, second = Leaves(), Leaves("not these heads"), Leaves()
     with with_kernels(triton_decode=ours, flashmla=first, flash_attn3=second):
         impl = made(settings={"kernel": "auto"})
-    assert impl._small_tokens == 4  # what the CPU counts as
+    assert impl._kernels[64].small_tokens == 4  # what the CPU counts as
     run(impl)
     run(impl, tokens=5, counts=(0, 1, 2, 3, 4))
     assert (ours.launched, first.launched, second.launched) == ([4], [], [5])

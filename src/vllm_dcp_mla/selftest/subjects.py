@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from ..capability import FLASH_ATTN_3, FLASHINFER
+from ..compat.releases import Release
 from ..simulate.gpus import GPUS
 
 
@@ -43,6 +44,11 @@ _SUBJECTS = {
         quantizes_query=False,
     ),
 }
+
+
+def served_by(release: Release) -> list[Subject]:
+    """The subjects that this package serves with a series of vLLM."""
+    return [s for s in _SUBJECTS.values() if s.member not in release.left_to_stock]
 
 
 def subject_of(gpu: str) -> Subject:
