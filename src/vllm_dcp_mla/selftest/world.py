@@ -100,9 +100,11 @@ def prepare(device_type: str) -> None:
     register()
     import vllm.model_executor.models.deepseek_v2
 
-    from ..backends import hopper, trtllm  # noqa: F401
     from ..indexer import hooks
+    from . import subjects
 
+    for subject in subjects.served():
+        subject.backend()
     hooks.install()
     if device_type == "cpu":
         _complete_interpreted_merge()
