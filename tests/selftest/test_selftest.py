@@ -232,7 +232,9 @@ def test_one_rank_is_enough_to_fail_a_case(other, ok):
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_vllm")
 @pytest.mark.parametrize("gpu", ["b200", pytest.param("h200", marks=serves_hopper)])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=gathers_here if f in PCP_FAULTS else ()) for f in FAULTS]
+)
 def test_a_planted_fault_is_found(fault, gpu):
     ranks = ("--ranks", "2")
     if fault in PCP_FAULTS:

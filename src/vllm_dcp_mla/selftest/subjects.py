@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from ..capability import FLASH_ATTN_3, FLASHINFER
-from ..compat.releases import Release
+from ..compat.releases import installed_release
 from ..simulate.gpus import GPUS
 
 
@@ -46,9 +46,10 @@ _SUBJECTS = {
 }
 
 
-def served_by(release: Release) -> list[Subject]:
-    """The subjects that this package serves with a series of vLLM."""
-    return [s for s in _SUBJECTS.values() if s.member not in release.left_to_stock]
+def served() -> list[Subject]:
+    """The subjects that exist beside the installed vLLM."""
+    stays = installed_release().left_to_stock
+    return [subject for subject in _SUBJECTS.values() if subject.member not in stays]
 
 
 def subject_of(gpu: str) -> Subject:

@@ -100,12 +100,11 @@ def prepare(device_type: str) -> None:
     register()
     import vllm.model_executor.models.deepseek_v2
 
-    from ..compat.releases import installed_release
     from ..indexer import hooks
     from . import subjects
 
-    for subject in subjects.served_by(installed_release()):
-        subject.backend()  # imported here, and not again by each rank
+    for subject in subjects.served():
+        subject.backend()
     hooks.install()
     if device_type == "cpu":
         _complete_interpreted_merge()
