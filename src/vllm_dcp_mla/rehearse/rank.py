@@ -63,7 +63,6 @@ def main(folder: Path, parent: int) -> None:
         "late_compiles": notes.late_compiles,
         "syncs": notes.syncs,
         "collectives": notes.collectives,
-        "collective_order": notes.order.hexdigest(),
         "before": before,
         "after": _state(),
         "engine": _describe(llm),

@@ -18,11 +18,12 @@ from .checkpoint import RehearsalModel, write_checkpoint
 from .config import MAX_MODEL_LEN
 from .configuration import Configuration, Limits, engine_of, with_baselines
 from .engine import SHARED_KV_CACHE_BYTES, EngineSpec
-from .judge import Case, conduct, judge, judge_outside, judge_soak
+from .judge import Case, conduct, judge, judge_outside
 from .machine import Machine, MachineError, ranks_per_gpu
 from .options import Options
 from .recall import Recall
 from .requests import Recording, Requests, Soak
+from .soak_judge import judge_soak
 from .workload import PROMPTS_PER_CLASS, Prompt, max_model_len, prompts
 
 #: Folder of the checkpoints, beside those of the engines, which have longer names.
