@@ -21,11 +21,11 @@ from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .. import device_buffer
-from ..compat import flat_cache
+from ..compat import flat_cache, sleep
 from ..kernels import load_kernel, triton_decode
 from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
 from ..kernels.split import clear_empty_rows
-from ..key_splits import head_blocks
+from ..key_splits import most_split_tokens, tilings_of
 from ..settings import load_settings
 from ..warmup import warm
 from .batches import packed, sparse_batch
@@ -67,14 +67,17 @@ class DcpFlashAttnMLASparseImpl(DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASp
         device = device_buffer.kernel_device()
         sms = device_buffer.num_sms(device)
         forced = load_settings(config.additional_config).kernel
-        self._small, self._full = _choose_kernels(self._shape, forced, sms)
+        rows = self._shape.topk // config.parallel_config.decode_context_parallel_size
+        tilings = tilings_of(heads, rows)
+        self._small, self._full = _choose_kernels(self._shape, forced, sms, rows)
         self.kernel_names = tuple(dict.fromkeys((self._small.name, self._full.name)))
         # Up to this many tokens all thread blocks run at once, and keys can be split.
-        self._small_tokens = sms // head_blocks(heads)
+        self._small_tokens = most_split_tokens(heads, sms, tilings)
         self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
         triton_decode.warm_up(
-            self._shape.cache_dtype, self._shape.dims, partial(warm, config, device)
+            self._shape.cache_dtype, self._shape.dims, tilings, partial(warm, config, device)
         )
+        sleep.install()
         _register_indexer_kernels(config)
         flat_cache.install(DcpFlashAttnMLASparseBackend)
         self._join_ranks(config, heads=heads)
@@ -113,7 +116,7 @@ class DcpFlashAttnMLASparseImpl(DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASp
 
 
 def _choose_kernels(
-    shape: LaunchShape, forced: str, num_sms: int
+    shape: LaunchShape, forced: str, num_sms: int, rows: int
 ) -> tuple[SparseMlaKernel, SparseMlaKernel]:
     """The kernels of small steps and of those that fill the GPU.
 
@@ -121,11 +124,11 @@ def _choose_kernels(
         ValueError: the forced kernel does not take the shape.
     """
     if forced != "auto":
-        kernel = load_kernel(forced, num_sms=num_sms)
+        kernel = load_kernel(forced, num_sms=num_sms, rows=rows)
         if (reason := kernel.supports(shape)) is not None:
             raise ValueError(f"The forced kernel {forced} does not serve this model: {reason}.")
         return kernel, kernel
-    splitting = load_kernel("triton_decode", num_sms=num_sms)
+    splitting = load_kernel("triton_decode", num_sms=num_sms, rows=rows)
     for name in _FULL_STEPS:
         try:
             kernel = load_kernel(name)
