@@ -148,7 +148,7 @@ def test_partial_results_are_read_in_pieces_of_16_bytes(report):
 
 
 def test_the_last_block_sees_what_the_others_wrote(report):
-    """An arrival that orders memory for the whole GPU, and reads that pass the SM's own cache by."""
+    """An arrival that orders memory for the whole GPU, and reads that pass the SM's cache by."""
     found = report["attend and merge"]
     (arrival,) = found["arrival"]
     assert ".acq_rel." in arrival

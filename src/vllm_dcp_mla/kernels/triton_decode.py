@@ -217,14 +217,14 @@ def _merge_block(  # type: ignore[no-untyped-def]
             lse = tl.load(
                 partial_lse_ptr + at, mask=held, other=float("-inf"), cache_modifier=".cg"
             )
-            out_at = partial_out_ptr + at[:, None].to(tl.int64) * LATENT + latent[None, :]
-            out = tl.load(
-                tl.multiple_of(out_at, (1, 16)),
+            part_at = partial_out_ptr + at[:, None].to(tl.int64) * LATENT + latent[None, :]
+            merged = tl.load(
+                tl.multiple_of(part_at, (1, 16)),
                 mask=held[:, None],
                 other=0.0,
                 cache_modifier=".cg",
             )
-            acc += out * (tl.exp2(lse - top) / total)[:, None]
+            acc += merged * (tl.exp2(lse - top) / total)[:, None]
         out_at = out_ptr + head[:, None] * out_head + latent[None, :]
         tl.store(tl.multiple_of(out_at, (1, 16)), acc.to(tl.bfloat16), mask=held[:, None])
     tl.store(lse_ptr + head, (top + tl.log2(total)) * 0.6931471805599453, mask=held)
@@ -424,9 +424,7 @@ class TritonDecodeKernel:
     lse_base: ClassVar[LseBase] = "e"
     clears_empty_rows: ClassVar[bool] = True
 
-    def __init__(
-        self, num_sms: int, rows: int | None = None, tiling: Tiling | None = None
-    ) -> None:
+    def __init__(self, num_sms: int, rows: int | None = None, tiling: Tiling | None = None) -> None:
         self._num_sms = num_sms
         self._rows = rows
         self._tiling = tiling
