@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_dcp_mla import key_splits
-from vllm_dcp_mla.bench.works.tilings import CANDIDATES
+from vllm_dcp_mla.bench.candidates import CANDIDATES
 from vllm_dcp_mla.key_splits import (
     CHOICES,
     Choice,

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from kernel_batches import NOPE, ROPE, expected, make_batch, make_partials  # noqa: E402
 from kernel_checks import CACHES, agrees_with_float64, check, launch  # noqa: E402
 
-from vllm_dcp_mla.bench.works.tilings import CANDIDATES  # noqa: E402
+from vllm_dcp_mla.bench.candidates import CANDIDATES  # noqa: E402
 from vllm_dcp_mla.key_splits import CHOICES  # noqa: E402
 
 CUDA = "cuda"

@@ -27,12 +27,11 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def tables(outcome: Outcome) -> Iterator[Table]:
-    """One table a work, then fits and estimates; the first title names the machine."""
-    title = machine_line(outcome.machine)
+    """One table a work, then fits and estimates."""
     for work in outcome.works:
         rows = [row for row in outcome.rows if row.work == work.name]
         if rows:
-            yield _table(f"{title}\n{work.name}: {work.title}", rows)
+            yield _table(f"{work.name}: {work.title}", rows)
     if outcome.fits:
         yield _objects("us = fixed + per unit; worst: the point farthest off", outcome.fits)
     if outcome.estimates:
@@ -54,31 +53,42 @@ def machine_line(machine: dict[str, Any]) -> str:
 
 
 def _table(title: str, rows: list[Row]) -> Table:
+    """Columns that no row fills are left out."""
+    counted = dict.fromkeys(name for row in rows for name in row.counted)
+    columns = {
+        "us": [_number(row.us, ".1f") for row in rows],
+        "spread": [_number(row.spread, ".1%") for row in rows],
+        "floor us": [_number(row.floor_us, ".2f") for row in rows],
+        "of floor": [_number(_share(row), ".0%") for row in rows],
+        **{
+            name.replace("_", " "): [_number(row.counted.get(name), ".0f") for row in rows]
+            for name in counted
+        },
+        "": [_said(row) for row in rows],
+    }
+    shown = {heading: cells for heading, cells in columns.items() if any(cells)}
     table = Table(title=title, title_justify="left")
     table.add_column("shape")
     table.add_column("provider")
-    for heading in ("us", "spread", "floor us", "of floor"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    for row in rows:
-        table.add_row(row.shape, row.provider, *_figures(row), _said(row))
+    for heading in shown:
+        table.add_column(heading, justify="right" if heading else "left")
+    for number, row in enumerate(rows):
+        table.add_row(row.shape, row.provider, *(cells[number] for cells in shown.values()))
     return table
 
 
-def _figures(row: Row) -> list[str]:
-    us = "-" if row.us is None else f"{row.us:,.1f}"
-    spread = "-" if row.spread is None else f"{row.spread:.1%}"
-    floor = "-" if row.floor_us is None else f"{row.floor_us:,.2f}"
-    share = "-"
-    if row.us and row.floor_us is not None:
-        share = f"{row.floor_us / row.us:.0%}"
-    return [us, spread, floor, share]
+def _number(value: float | None, how: str) -> str:
+    return "" if value is None else f"{value:,{how}}"
+
+
+def _share(row: Row) -> float | None:
+    """The machine's floor over the time."""
+    return row.floor_us / row.us if row.us and row.floor_us is not None else None
 
 
 def _said(row: Row) -> str:
-    counted = ", ".join(f"{name} {value:,.0f}" for name, value in row.counted.items())
     wrong = f"WRONG: {row.problem}" if row.problem else None
-    return "; ".join(filter(None, (wrong, counted, row.note)))
+    return "; ".join(filter(None, (wrong, row.note)))
 
 
 def _objects(title: str, objects: list[dict[str, Any]]) -> Table:

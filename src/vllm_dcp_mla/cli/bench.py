@@ -94,6 +94,7 @@ def _run(works: list[Work], quick: bool, plot: str | None, as_json: bool) -> Non
         typer.echo(json.dumps(report.as_json(outcome)))
     else:
         out = options.console()
+        out.print(report.machine_line(outcome.machine))
         for table in report.tables(outcome):
             out.print(table)
         for line in (*outcome.problems, *outcome.remarks, *outcome.not_measured):

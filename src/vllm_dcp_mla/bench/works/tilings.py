@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,28 +10,12 @@ import torch
 from ...kernels import triton_decode
 from ...key_splits import Tiling
 from .. import floor
+from ..candidates import CANDIDATES
 from ..inputs import CACHES, DIMS, Cache, make_cache
 from ..rows import Row
 from ..session import Session
 from .attention import HEADS, ROWS, checked, launch_all, make_batches, make_buffers
 
-#: Small blocks of heads share keys through the L2 and leave few partial results each; blocks of 64
-#: read keys once and use the wide matrix instructions.
-#: Each is merged in both ways. Registers and shared memory of the blocks an SM that they name fit
-#: SM90, but for some bytes of spills (ptxas, Triton 3.8).
-CANDIDATES: tuple[Tiling, ...] = tuple(
-    replace(tiling, merges_in_launch=merges)
-    for tiling in (
-        Tiling(),
-        Tiling(keys=32, splits=64),
-        Tiling(heads=32),
-        Tiling(heads=32, keys=32, warps=4, blocks_per_sm=2, splits=64),
-        Tiling(heads=16, warps=4, blocks_per_sm=2),
-        Tiling(heads=16, blocks_per_sm=2),
-        Tiling(heads=16, keys=32, warps=4, blocks_per_sm=3, splits=64),
-    )
-    for merges in (False, True)
-)
 TOKENS = (1, 4, 16, 32, 64, 128, 1024)
 _QUICK_TOKENS = (1, 16)
 
