@@ -41,6 +41,15 @@ def cpu_vllm():
     world.prepare("cpu")
 
 
+@pytest.fixture(scope="session")
+def vllm_process():
+    """A process of vLLM as on a B200, without the plugin, to fork cases from."""
+    from vllm_process import VllmProcess
+
+    with VllmProcess() as process:
+        yield process
+
+
 @pytest.fixture
 def no_buffers(monkeypatch):
     """Device buffers as in a fresh process."""

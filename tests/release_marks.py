@@ -18,6 +18,9 @@ gathers_pcp_with_dcp = since(30, "PCP with DCP refused: stock gathers no KV")
 interleaves = since(30, "no interleave above 1")
 takes_new_names = since(32, "no new backend names")
 
+#: FLASHINFER_MLA_SPARSE's builder promises FULL graphs of decodes of any lengths, and so does ours.
+ANY_BATCH_GRAPHS = RELEASE.minor < 32
+
 #: For parameters; the larger one is skipped, with its reason, where stock refuses it.
 INTERLEAVES = (1, pytest.param(64, marks=interleaves))
 #: For hypothesis.

@@ -22,9 +22,14 @@ readonly NOT_BY_RELEASE=(
   --ignore tests/doctor/test_server_log.py
 )
 
+# Many tests start a process that imports vLLM, three times as quickly with bytecode. It is kept
+# beside the environment, and out of the checkout, whatever this shell says about it.
+keep_bytecode() { export PYTHONDONTWRITEBYTECODE='' PYTHONPYCACHEPREFIX=$1/bytecode; }
+
 newest_release() {
   local venv
   venv=$("$root/examples/setup.sh")
+  keep_bytecode "$venv"
   export PATH="$venv/bin:$PATH"
   cd "$root"
   ruff check
@@ -47,6 +52,7 @@ older_release() {
   # Where nobody uses the downloads again, they go with the environment.
   [[ -z ${CI:-} ]] || export UV_CACHE_DIR=$DCP_MLA_VENV/cache
   "$root/examples/setup.sh" >/dev/null
+  keep_bytecode "$DCP_MLA_VENV"
   cd "$root"
   local python=$DCP_MLA_VENV/bin/python file=$outcomes/$release.json
   if (($#)); then

@@ -1,10 +1,7 @@
 """Registration, each case in a process of its own as vLLM's processes are."""
 
-import json
-import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -13,48 +10,17 @@ from vllm_dcp_mla.plugin import ALIAS_PATH, alias, overrides
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-PRELUDE = """
-import json, os, logging
-from vllm_dcp_mla.simulate import driver
-driver.ensure_loaded()
-os.environ["DCP_MLA_SIMULATED_GPU"] = "b200"
-import vllm.platforms
-from vllm_dcp_mla.simulate.platform import SimulatedCudaPlatform
-vllm.platforms._current_platform = SimulatedCudaPlatform()
-from vllm.v1.attention.backends.registry import AttentionBackendEnum as E, register_backend
-def paths(): return {m.name: m.get_path() for m in E if m.value or m.is_overridden()}
-before = paths()
-from vllm.plugins import load_general_plugins
-# Now: some series set up logging while they are imported, which drops handlers.
-records = []
-class Keep(logging.Handler):
-    def emit(self, record): records.append((record.levelname, record.getMessage()))
-logging.getLogger("vllm.dcp_mla").addHandler(Keep())
-logging.getLogger("vllm.dcp_mla").setLevel(logging.INFO)
-def report(**more):
-    print("REPORT " + json.dumps({"before": before, "after": paths(), "log": records, **more}))
-"""
 
-
-def run(body, **env):
-    code = PRELUDE + textwrap.dedent(body)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
-    assert lines, done.stderr[-3000:]
-    return json.loads(lines[-1].removeprefix("REPORT "))
+@pytest.fixture
+def run(vllm_process):
+    return vllm_process.run
 
 
 def changed(report):
     return {n: p for n, p in report["after"].items() if report["before"].get(n) != p}
 
 
-def test_load_registers_ours_and_touches_nothing_else():
+def test_load_registers_ours_and_touches_nothing_else(run):
     report = run(
         """
         import sys
@@ -88,20 +54,20 @@ def test_load_registers_ours_and_touches_nothing_else():
         ({"VLLM_DCP_MLA_KERNEL": "fast"}, "VLLM_DCP_MLA_KERNEL is 'fast'"),
     ],
 )
-def test_off_means_untouched_and_one_line(env, said):
+def test_off_means_untouched_and_one_line(run, env, said):
     report = run("load_general_plugins(); report()", **env)
     assert changed(report) == {}
     assert len(report["log"]) == 1
     assert said in report["log"][0][1]
 
 
-def test_left_out_by_vllm_plugins():
+def test_left_out_by_vllm_plugins(run):
     report = run("load_general_plugins(); report()", VLLM_PLUGINS="other")
     assert changed(report) == {}
     assert report["log"] == []
 
 
-def test_a_member_of_another_plugin_is_left_alone_loudly():
+def test_a_member_of_another_plugin_is_left_alone_loudly(run):
     report = run(
         """
         register_backend(E.FLASHINFER_MLA_SPARSE, "other.plugin.Backend")
@@ -128,7 +94,7 @@ def test_a_member_of_another_plugin_is_left_alone_loudly():
         ),
     ],
 )
-def test_a_vllm_that_differs_switches_everything_off(patch, said):
+def test_a_vllm_that_differs_switches_everything_off(run, patch, said):
     report = run(
         f"""
         from vllm_dcp_mla.compat import installed, symbols
@@ -141,7 +107,7 @@ def test_a_vllm_that_differs_switches_everything_off(patch, said):
     assert said in report["log"][0][1]
 
 
-def test_an_untested_vllm_can_be_tried():
+def test_an_untested_vllm_can_be_tried(run):
     report = run(
         """
         from vllm_dcp_mla.compat import versions
@@ -153,8 +119,24 @@ def test_an_untested_vllm_can_be_tried():
     assert "FLASHINFER_MLA_SPARSE" in changed(report)
 
 
+def test_an_untested_vllm_that_lacks_something_is_not_tried(run):
+    report = run(
+        """
+        from vllm_dcp_mla.compat import symbols, versions
+        versions.is_tested = lambda version: False
+        symbols.SYMBOLS += (symbols.Symbol('vllm/envs.py', 'gone_tomorrow'),)
+        load_general_plugins(); report()
+        """,
+        VLLM_DCP_MLA_ALLOW_UNTESTED="1",
+    )
+    assert changed(report) == {}
+    ((level, message),) = report["log"]
+    assert level == "WARNING"
+    assert "vllm.envs.gone_tomorrow is gone" in message
+
+
 @pytest.mark.skipif(RELEASE.takes_new_names, reason="CUSTOM is used by older releases only")
-def test_custom_of_another_plugin_is_left_alone_loudly():
+def test_custom_of_another_plugin_is_left_alone_loudly(run):
     report = run(
         """
         register_backend(E.CUSTOM, "other.plugin.Backend")
@@ -170,7 +152,7 @@ def test_custom_of_another_plugin_is_left_alone_loudly():
 
 @takes_new_names
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_the_alias_survives_pickling_into_a_child(method, tmp_path):
+def test_the_alias_survives_pickling_into_a_child(run, method, tmp_path):
     # A spawned child imports the parent's main module, so the child's part lives in a file.
     child = tmp_path / "child_of_test.py"
     child.write_text(

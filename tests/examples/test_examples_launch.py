@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import vllm_dcp_mla
-from vllm_dcp_mla.capability import TABLE
+from release_marks import RELEASE
 from vllm_dcp_mla.cli.main import main
 from vllm_dcp_mla.workspace import plan_workspace
 
@@ -44,8 +44,8 @@ def launch(request):
 
 
 def needs_hopper(script):
-    if script.is_relative_to(EXAMPLES / "h200") and HOPPER not in {row.name for row in TABLE}:
-        pytest.skip(f"{HOPPER} is not in the capability table")
+    if script.is_relative_to(EXAMPLES / "h200") and HOPPER in RELEASE.left_to_stock:
+        pytest.skip(f"vLLM {RELEASE.series}: {HOPPER} is left to stock")
 
 
 @pytest.fixture

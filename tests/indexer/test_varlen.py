@@ -16,7 +16,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from indexer_batches import WIDTH, builder, common_metadata, pad, sm100  # noqa: E402
 
-from release_marks import since  # noqa: E402
+from release_marks import ANY_BATCH_GRAPHS, since  # noqa: E402
 from vllm_dcp_mla.topology import local_seq_len  # noqa: E402
 
 pytestmark = [
@@ -32,6 +32,8 @@ def poison(made):
     """Whatever an earlier step may have left in the buffers that CUDA graphs read."""
     for name, value in vars(made).items():
         if name.endswith("_buffer") and name not in ("offsets_buffer", "arange_buffer"):
+            if value is None:  # some series make one when it is first needed
+                continue
             value.fill_(GARBAGE)
 
 
@@ -185,7 +187,8 @@ def test_full_graphs_of_such_batches_are_captured(mtp, member):
             get_varlen_cudagraph_unsupported_backend([groups], config, most)
             for most in (1 + mtp, 2 + mtp)
         )
-        assert list(asked) == [None, (attention.__name__, 1 + mtp)]
+        longer = None if ANY_BATCH_GRAPHS else (attention.__name__, 1 + mtp)
+        assert list(asked) == [None, longer]
 
 
 def sm100_steps(rank, num_ranks, folder, shapes, seed):

@@ -1,3 +1,5 @@
+import contextlib
+import io
 import json
 
 import pytest
@@ -6,6 +8,7 @@ torch = pytest.importorskip("torch")
 from release_marks import RELEASE, serves_hopper  # noqa: E402
 from vllm_dcp_mla.cli.main import main  # noqa: E402
 from vllm_dcp_mla.compat.releases import RELEASES  # noqa: E402
+from vllm_dcp_mla.selftest import world  # noqa: E402
 from vllm_dcp_mla.selftest.attention import StepResult  # noqa: E402
 from vllm_dcp_mla.selftest.batch import (  # noqa: E402
     Shape,
@@ -114,18 +117,31 @@ def run(*arguments):
     return done.returncode, json.loads(done.stdout)
 
 
+def answer_of(rank, num_ranks, folder, arguments):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = main(["selftest", "--json", *arguments])
+    return status, json.loads(said.getvalue())
+
+
+def run_forked(*arguments):
+    """As `run`, but vLLM is imported already."""
+    return world.run_ranks(1, answer_of, arguments, timeout_s=400)[0]
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.usefixtures("cpu_vllm")
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "how"),
     [
-        ("--ranks", "2"),
-        ("--tp", "4", "--dcp", "2"),
-        pytest.param(("--tp", "4", "--dcp", "2", "--gpu", "h200"), marks=serves_hopper),
+        (("--ranks", "2"), run),
+        (("--tp", "4", "--dcp", "2"), run_forked),
+        pytest.param(("--tp", "4", "--dcp", "2", "--gpu", "h200"), run_forked, marks=serves_hopper),
     ],
 )
-def test_every_case_agrees(arguments):
-    status, answer = run(*arguments)
+def test_every_case_agrees(arguments, how):
+    status, answer = how(*arguments)
     assert status == 0
     assert answer["ok"]
     # Two exchanges, and both interleaves where the indexer takes them.
@@ -173,10 +189,11 @@ def test_one_rank_is_enough_to_fail_a_case(other, ok):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.usefixtures("cpu_vllm")
 @pytest.mark.parametrize("gpu", ["b200", pytest.param("h200", marks=serves_hopper)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, gpu):
     flags = ("--ranks", "2", "--interleave", "1", "--gpu", gpu)
-    status, answer = run(*flags, "--break", fault)
+    status, answer = run_forked(*flags, "--break", fault)
     assert status == 1
     assert not answer["ok"]

@@ -6,13 +6,13 @@ on differs by series.
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import flashinfer
 from .installed import package_folder
 from .releases import NEWEST, RELEASES, Release, installed_release
+from .source import SourceFile
 
 _FLASHINFER = "vllm/v1/attention/backends/mla/flashinfer_mla_sparse.py"
 _FLASH_ATTN = "vllm/v1/attention/backends/mla/flashattn_mla_sparse.py"
@@ -264,46 +264,15 @@ def _missing_of_flashinfer() -> list[str]:
 
 
 def _missing_of_vllm(root: Path) -> list[str]:
-    trees: dict[str, ast.Module | None] = {}
+    files: dict[str, SourceFile | None] = {}
     problems = []
     for symbol in symbols_of(installed_release()):
-        if symbol.file not in trees:
+        if symbol.file not in files:
             path = root / symbol.file
-            trees[symbol.file] = ast.parse(path.read_bytes()) if path.is_file() else None
-        tree = trees[symbol.file]
-        if tree is None:
+            files[symbol.file] = SourceFile(path.read_text("utf-8")) if path.is_file() else None
+        file = files[symbol.file]
+        if file is None:
             problems.append(f"{symbol.file} is gone")
-        elif (problem := _check(symbol, tree)) is not None:
-            problems.append(problem)
+        elif (lack := file.lacks(symbol.name, symbol.arguments)) is not None:
+            problems.append(f"{symbol} {lack}")
     return list(dict.fromkeys(problems))
-
-
-def _check(symbol: Symbol, tree: ast.Module) -> str | None:
-    node: ast.stmt | ast.Module | None = tree
-    for part in symbol.name.split("."):
-        node = _member(node, part) if isinstance(node, ast.Module | ast.ClassDef) else None
-        if node is None:
-            return f"{symbol} is gone"
-    if isinstance(node, ast.FunctionDef) and symbol.arguments:
-        arguments = node.args
-        names = {a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs}
-        lost = [name for name in symbol.arguments if name not in names]
-        if lost:
-            return f"{symbol} lost {', '.join(lost)}"
-    return None
-
-
-def _member(scope: ast.Module | ast.ClassDef, name: str) -> ast.stmt | None:
-    for node in scope.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            return node
-        if isinstance(node, ast.ImportFrom) and name in {a.asname or a.name for a in node.names}:
-            return node
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            return node
-    return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..models import BUILT_IN
 from .config import MAX_MODEL_LEN, followers, small_config
@@ -56,7 +57,12 @@ class RehearsalModel:
 
 
 def write_checkpoint(
-    model: str, folder: Path, *, index_topk: int | None = None, seed: int = 0
+    model: str,
+    folder: Path,
+    *,
+    index_topk: int | None = None,
+    seed: int = 0,
+    scores: Literal["normal", "heavy"] = "normal",
 ) -> RehearsalModel:
     """Writes ``config.json`` and ``model.safetensors`` into a folder.
 
@@ -68,6 +74,7 @@ def write_checkpoint(
         folder: made if it is not there; files of these two names are replaced.
         index_topk: keys a token selects, instead of the model's: 512, 1024 or 2048.
         seed: of the weights; the same seed gives the same weights.
+        scores: how scores are distributed over keys; see :mod:`.weights`.
 
     Raises:
         ModelConfigError: the model cannot be read, lacks a dim, or selects another number of keys.
@@ -83,7 +90,7 @@ def write_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     try:
-        save_file(random_weights(config, seed), folder / WEIGHTS, {"format": "pt"})
+        save_file(random_weights(config, seed, scores), folder / WEIGHTS, {"format": "pt"})
     except SafetensorError as error:  # a full disk, say
         raise OSError(f"{folder / WEIGHTS} cannot be written: {error}") from None
     return RehearsalModel(

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ..key_splits import partial_bytes
-from ..topology import gathered_heads
-from ..workspace import DEFAULT_SLAB_LIMIT_BYTES, plan_workspace
 from .checkpoint import RehearsalModel
 from .configuration import Configuration
 from .drift import DRIFT_LIMIT, Drift, compare, distance
+from .memory import planned_bytes
 from .observe import OURS
+from .recall import Recall
 from .schedule import EngineResult
 from .workload import Prompt
 
@@ -48,6 +47,7 @@ class Case:
         late_compiles: kernels of this package compiled while serving, of the worst rank.
         seconds: of the engine, start included.
         drift: of a length class.
+        recall: of its indexers, None where nothing was kept.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Case:
     late_compiles: int = 0
     seconds: float = 0.0
     drift: Drift | None = None
+    recall: Recall | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The case with the fixed keys of every command's cases; JSON knows no infinity: null."""
@@ -78,6 +79,7 @@ def judge(
     results: Mapping[str, EngineResult],
     prompts: Sequence[Prompt],
     model: RehearsalModel,
+    recalls: Mapping[str, Recall] | None = None,
 ) -> list[Case]:
     """A configuration's cases: how it ran, its memory, and its drift in each length class.
 
@@ -86,6 +88,7 @@ def judge(
         results: of all engines, by name.
         prompts: what they served.
         model: that served them.
+        recalls: of its indexers, by length class.
     """
     result = results[configuration.name]
     one, two = (results[configuration.baseline(tp).name] for tp in (1, 2))
@@ -97,7 +100,7 @@ def judge(
         return cases + failed
     if configuration.dcp > 1:
         cases += _memory(configuration, result, model)
-    return cases + _drifts(configuration, result, one, two, prompts)
+    return cases + _drifts(configuration, result, one, two, prompts, recalls or {})
 
 
 def _failed(name: str, result: EngineResult) -> Case:
@@ -172,18 +175,7 @@ def _memory(
     configuration: Configuration, result: EngineResult, model: RehearsalModel
 ) -> list[Case]:
     """The buffers whose sizes are planned, to the byte."""
-    split = plan_workspace(
-        gathered_heads(
-            model.heads // configuration.tp, configuration.tp, configuration.pcp, configuration.dcp
-        ),
-        result.spec.max_num_batched_tokens,
-        slab_limit_bytes=DEFAULT_SLAB_LIMIT_BYTES,
-    )
-    sms = result.ranks[0]["engine"]["sms"]
-    planned = {
-        "workspace": split.total_bytes,
-        "partial results": partial_bytes(model.latent_elements, sms),
-    }
+    planned = planned_bytes(configuration, result.spec, model, result.ranks[0]["engine"]["sms"])
     held = [
         {name: size for name, _, size in rank["after"]["buffers"] if name in planned}
         for rank in result.ranks
@@ -363,6 +355,7 @@ def _drifts(
     one: EngineResult,
     two: EngineResult,
     prompts: Sequence[Prompt],
+    recalls: Mapping[str, Recall],
 ) -> list[Case]:
     ours, truth, noise = (r.ranks[0]["scores"] for r in (result, one, two))
     cases = []
@@ -388,6 +381,7 @@ def _drifts(
                 DRIFT_LIMIT,
                 () if drift.ok else (problem,),
                 drift=drift,
+                recall=recalls.get(name),
             )
         )
     return cases

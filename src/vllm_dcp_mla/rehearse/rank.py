@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import soak
+from . import record, soak
 from .engine import EngineSpec, llm_arguments
 from .observe import Notes, install
 from .processes import die_with_parent
+from .record import Recorder
 from .requests import Requests
 from .serve import serve
 
@@ -48,6 +49,7 @@ def main(folder: Path, parent: int) -> None:
     notes.clear()
     files.event("ready", seconds=round(ready_seconds, 1))
     assert not warm_up, "the monitor starts after the warm-up"
+    recorder = _recorder(llm, spec, requests)
     started = time.monotonic()
     answers = _answer(llm.llm_engine, requests, files)
     result = {
@@ -64,9 +66,23 @@ def main(folder: Path, parent: int) -> None:
         "metrics": _metrics(llm),
         **answers,
     }
+    if recorder is not None:
+        recorder.save(files.record)
+        result["record"] = str(files.record)
     files.result.write_text(json.dumps(result))
     files.event("done")
     llm.llm_engine.engine_core.shutdown()
+
+
+def _recorder(llm: Any, spec: EngineSpec, requests: Requests) -> Recorder | None:
+    """Hooked in, where something is to be kept."""
+    if requests.recording is None:
+        return None
+    layers = llm.llm_engine.model_config.hf_text_config.num_hidden_layers
+    lengths = [len(prompt) for prompt in requests.prompts]
+    recorder = Recorder(requests.recording, lengths, layers, spec.mtp > 0)
+    record.install(recorder)
+    return recorder
 
 
 def _answer(engine: Any, requests: Requests, files: RankFiles) -> dict[str, Any]:
@@ -101,6 +117,7 @@ class RankFiles:
         self.stack = folder / f"rank{rank}.stack"
         self.last_collective = folder / f"rank{rank}.last"
         self.result = folder / f"rank{rank}.json"
+        self.record = folder / f"rank{rank}.safetensors"
 
     def event(self, name: str, **values: Any) -> None:
         """Appends one line; the parent shows the last one."""

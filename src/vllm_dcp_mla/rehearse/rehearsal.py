@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from . import outside, schedule, soak
+from . import outside, recall, schedule, soak
 from .checkpoint import RehearsalModel, write_checkpoint
 from .configuration import Configuration, Limits, engine_of, with_baselines
 from .engine import SHARED_KV_CACHE_BYTES, EngineSpec
 from .judge import Case, conduct, judge, judge_outside, judge_soak
 from .machine import Machine, MachineError, ranks_per_gpu
 from .options import Options
-from .requests import Requests, Soak
+from .recall import Recall
+from .requests import Recording, Requests, Soak
 from .workload import PROMPTS_PER_CLASS, Prompt, max_model_len, prompts
 
 #: Folder of the checkpoints, beside those of the engines, which have longer names.
@@ -97,11 +98,12 @@ def rehearse(
         missing: list[str] = []
         if options.fault is None and options.soak_seconds is None:
             references, missing = _references(configurations, models, asked, progress)
-        cases = _cases(configurations, results, asked, models, references, options)
+        recalls = _recalls(engines, results, asked, models, progress)
+        cases = _cases(configurations, results, asked, models, references, recalls, options)
         keep = not all(case.ok for case in cases)
         return Outcome(
             cases,
-            {name: _describe(result) for name, result in results.items()},
+            {name: _describe(result, recalls.get(name, {})) for name, result in results.items()},
             share > 1,
             time.monotonic() - started,
             folder if keep else None,
@@ -172,7 +174,11 @@ def _engine(
     limits = Limits(max_model_len(model.index_topk), options.max_num_batched_tokens)
     spec = engine_of(configuration, model.folder, limits, SHARED_KV_CACHE_BYTES if shared else None)
     if options.soak_seconds is None:
-        return spec, Requests.of(asked, model.vocab_size)
+        requests = Requests.of(asked, model.vocab_size)
+        if options.fault is None:
+            recording = Recording.of(asked, model.index_topk)
+            requests = requests.model_copy(update={"recording": recording})
+        return spec, requests
     requests = Requests.of(asked, model.vocab_size, soak.GENERATED_TOKENS)
     if configuration.dcp == 1:
         return spec, requests
@@ -193,6 +199,7 @@ def _cases(
     asked: dict[str, list[Prompt]],
     models: dict[str, RehearsalModel],
     references: dict[str, np.ndarray],
+    recalls: dict[str, dict[str, Recall]],
     options: Options,
 ) -> list[Case]:
     cases: list[Case] = []
@@ -203,7 +210,13 @@ def _cases(
         elif options.soak_seconds is not None:
             cases += judge_soak(configuration, results)
         else:
-            cases += judge(configuration, results, asked[model], models[model])
+            cases += judge(
+                configuration,
+                results,
+                asked[model],
+                models[model],
+                recalls.get(configuration.name),
+            )
             if model in references and configuration.kv_cache_dtype == "bfloat16":
                 numbers = outside.chosen(asked[model])
                 cases += judge_outside(configuration, results, numbers, references[model])
@@ -211,7 +224,23 @@ def _cases(
     return list({case.name: case for case in cases}.values())
 
 
-def _describe(result: schedule.EngineResult) -> dict[str, Any]:
+def _recalls(
+    engines: Sequence[Configuration],
+    results: dict[str, schedule.EngineResult],
+    asked: dict[str, list[Prompt]],
+    models: dict[str, RehearsalModel],
+    progress: Callable[[str], None],
+) -> dict[str, dict[str, Recall]]:
+    """What each engine's indexers selected, by length class."""
+    found: dict[str, dict[str, Recall]] = {}
+    for name, model in models.items():
+        progress(f"comparing what the indexers of {name} selected")
+        own = {one.name: one.baseline(1).name for one in engines if one.model == name}
+        found |= recall.of_engines(results, own, asked[name], model)
+    return found
+
+
+def _describe(result: schedule.EngineResult, recalls: dict[str, Recall]) -> dict[str, Any]:
     if not result.ranks:
         return {"ran": None, "seconds": round(result.seconds, 1)}
     first = result.ranks[0]
@@ -227,4 +256,5 @@ def _describe(result: schedule.EngineResult) -> dict[str, Any]:
         "late_compiles": sorted({f"{owner}: {what}" for owner, what in first["late_compiles"]}),
         "syncs": sorted({f"{owner}: {what}" for owner, what in first["syncs"]}),
         "metrics": first["metrics"],
+        "recall": {name: one.as_json() for name, one in recalls.items()},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich.table import Table
@@ -22,6 +23,8 @@ _REFERENCE = (
 )
 _EXTERNAL_LAUNCHER = "Ranks ran under external_launcher: spawned workers were not rehearsed."
 _DRAFTS = "Drafted tokens are forced: what the MTP layer computes was not compared."
+
+_DRIFT_HEADINGS = ("drift", "noise", "ratio", "95 %", "limit")
 
 
 def not_rehearsed(outcome: Outcome) -> list[str]:
@@ -70,7 +73,7 @@ def table(outcome: Outcome, machine: Machine) -> Table:
     versions = ", ".join(f"{name} {found}" for name, found in machine.versions.items())
     lines = Table(title=f"{gpus}; {versions}", title_justify="left")
     lines.add_column("case")
-    for heading in ("drift", "noise", "ratio", "95 %", "limit", "late", "waits", "seconds", ""):
+    for heading in (*_DRIFT_HEADINGS, "recall", "late", "waits", "seconds", ""):
         lines.add_column(heading, justify="right")
     for case in outcome.cases:
         lines.add_row(case.name, *_figures(case), "good" if case.ok else "WRONG")
@@ -81,6 +84,8 @@ def _figures(case: Case) -> list[str]:
     drift = case.drift
     if drift is None:
         seconds = f"{case.seconds:.0f}" if case.seconds else ""
-        return ["", "", "", "", "", str(case.late_compiles), str(case.syncs), seconds]
+        return [*[""] * len(_DRIFT_HEADINGS), "", str(case.late_compiles), str(case.syncs), seconds]
     figures = [f"{drift.mean:.4f}", f"{drift.noise:.4f}", f"{drift.ratio:.2f}"]
-    return [*figures, f"{drift.low:.2f}-{drift.high:.2f}", f"{case.limit}", "", "", ""]
+    figures += [f"{drift.low:.2f}-{drift.high:.2f}", f"{case.limit}"]
+    recall = math.nan if case.recall is None else case.recall.reference
+    return [*figures, "" if math.isnan(recall) else f"{recall:.3f}", "", "", ""]

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from pydantic import BaseModel, ConfigDict
 
 from . import workload
+
+#: Queries of a prompt whose selection is kept, spread over those for which the indexer chooses;
+#: also the prompt's last, and that of a decode step.
+SPREAD_QUERIES = 4
+_DECODED = 3
+#: Prompts of each length class of which everything is kept.
+WHOLE_PER_CLASS = 4
 
 
 class Soak(BaseModel):
@@ -14,6 +24,50 @@ class Soak(BaseModel):
 
     seconds: float
     seed: int = 0
+
+
+class Recording(BaseModel):
+    """What of the indexers is kept; see :mod:`.record`.
+
+    Attributes:
+        positions: of each prompt, the queries whose selection is kept.
+        whole: prompts of which all else is kept too: hidden states, index keys, outputs.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    positions: list[list[int]]
+    whole: list[int] = []
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[workload.Prompt],
+        index_topk: int,
+        whole_per_class: int = WHOLE_PER_CLASS,
+    ) -> Recording:
+        """The same queries of the same prompts in every engine.
+
+        Whole prompts are of the first wave: what is cached is not computed.
+
+        Args:
+            prompts: of the rehearsal.
+            index_topk: keys of a query.
+            whole_per_class: prompts of a class of which everything is kept.
+        """
+        positions, whole = [], []
+        taken: Counter[str] = Counter()
+        for number, prompt in enumerate(prompts):
+            length = len(prompt.tokens)
+            chosen = {length - 1, length + _DECODED}
+            if (room := length - index_topk) > 0:
+                parts = range(SPREAD_QUERIES)
+                chosen |= {index_topk + room * part // SPREAD_QUERIES for part in parts}
+            positions.append(sorted(chosen))
+            if prompt.wave == 0 and taken[prompt.length_class] < whole_per_class:
+                taken[prompt.length_class] += 1
+                whole.append(number)
+        return cls(positions=positions, whole=whole)
 
 
 class Requests(BaseModel):
@@ -26,6 +80,7 @@ class Requests(BaseModel):
         generated: tokens generated for each request.
         scored: tokens whose log-probabilities are wanted at every position.
         soak: serve them again and again instead; see :mod:`.soak`.
+        recording: what of the indexers is kept; None for nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,6 +91,7 @@ class Requests(BaseModel):
     generated: int
     scored: list[int]
     soak: Soak | None = None
+    recording: Recording | None = None
 
     @classmethod
     def of(

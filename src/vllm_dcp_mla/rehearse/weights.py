@@ -11,6 +11,11 @@ rounding error that swaps 1% of the keys then moves the output by 14%. Here, as 
   which are linear in the hidden state, stay positive;
 * the correction bias decides between experts, so that rounding never swaps one.
 
+Two distributions of scores over keys: ``normal``, where keys that matter are anywhere, and
+``heavy``, as after training: near keys matter more, and a few tokens matter to every query. A
+second channel of the embedding, heavy-tailed over tokens, says how much; queries have a constant
+part that looks for it and, in the rope dims, one that looks for near keys.
+
 The MTP layer drafts one token always, whatever its attention gives: a draft changes no output, and
 so can be compared with an engine that drafts nothing. What that layer computes is not compared.
 """
@@ -19,7 +24,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -36,15 +42,48 @@ ATTENTION_GAIN, MLP_GAIN = 2.0, 0.4
 LOGITS = 2.0
 #: The constant channel 0 of the embedding; the others are standard normal.
 ANCHOR = 4.0
+#: Under ``heavy``: the constant part of queries and keys in each rotated pair of dims, by which the
+#: logits of the nearest keys are about 5 above those of keys 500 tokens away (GLM-5.2), and what a
+#: unit of a token's second channel adds to its logits.
+LOCALITY, SALIENCE = 1.5, 1.5
+#: The second channel: a t distribution of so many degrees of freedom, its scale, its largest value,
+#: and how much more than others that channel says of a token's key.
+_TAIL, _BODY, _LARGEST, _SALIENT_GAIN = 2, 0.5, 8.0, 4.0
 #: Root mean square of silu(g) * u for independent standard normal g and u.
 _SILU = 0.6
 
 Tensors = dict[str, torch.Tensor]
+Scores = Literal["normal", "heavy"]
 
 
-def random_weights(config: dict[str, Any], seed: int) -> Tensors:
-    """All tensors of the checkpoint by their released names, bf16 (correction bias fp32)."""
-    return _Writer(config, seed).all()
+def random_weights(config: dict[str, Any], seed: int, scores: Scores = "normal") -> Tensors:
+    """All tensors of the checkpoint by their released names, bf16 (correction bias fp32).
+
+    Args:
+        config: its ``config.json``.
+        seed: of all draws.
+        scores: how attention logits and index scores are distributed over keys.
+    """
+    return (_HeavyWriter if scores == "heavy" else _Writer)(config, seed).all()
+
+
+@dataclass(slots=True)
+class Shared:
+    """What all heads have of a leader and its followers.
+
+    Attributes:
+        q_a: ``[q_lora_rank, hidden]``, to the query latent.
+        to_latent: ``[kv_lora_rank, hidden]``.
+        to_rope: ``[rope, hidden]``, the keys' rotated dims.
+        q: ``[seen + rope, q_lora_rank]``, query rows of the seen dims, then of the rotated ones.
+        k: ``[seen, kv_lora_rank]``, latent to the seen dims of keys.
+    """
+
+    q_a: torch.Tensor
+    to_latent: torch.Tensor
+    to_rope: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
 
 
 class _Writer:
@@ -61,8 +100,7 @@ class _Writer:
 
     def all(self) -> Tensors:
         config, layers = self.config, self.config["num_hidden_layers"]
-        embedding = self.normal("embedding", config["vocab_size"], self.hidden)
-        embedding[:, 0] = ANCHOR
+        embedding = self.embedding()
         head = self.linear("head", config["vocab_size"], self.hidden, LOGITS)
         head[FORCED_TOKEN, 0] = 2 * head[:, 0].abs().max()
         tensors = {
@@ -92,6 +130,23 @@ class _Writer:
             for name, tensor in tensors.items()
         }
 
+    def embedding(self) -> torch.Tensor:
+        """``[vocab_size, hidden]``."""
+        embedding = self.normal("embedding", self.config["vocab_size"], self.hidden)
+        embedding[:, 0] = ANCHOR
+        return embedding
+
+    def shared(self, group: str) -> Shared:
+        """What the attention of a leader and of its followers has in common."""
+        q_rank, kv_rank = self.config["q_lora_rank"], self.config["kv_lora_rank"]
+        return Shared(
+            q_a=self.linear(group + "q_a", q_rank, self.hidden),
+            to_latent=self.linear(group + "kv_a", kv_rank, self.hidden),
+            to_rope=self.linear(group + "k_pe", self.rope, self.hidden),
+            q=self.linear(group + "q", self.seen + self.rope, q_rank),
+            k=self.linear(group + "k", self.seen, kv_rank),
+        )
+
     def layer(self, layer: int) -> Tensors:
         """Norms, attention and, on a leader, the indexer of a layer."""
         config, own, group = self.config, f"{layer}.", f"group {leader(self.config, layer)}."
@@ -99,32 +154,28 @@ class _Writer:
             config[key] for key in ("num_attention_heads", "q_lora_rank", "kv_lora_rank")
         )
         v_dim, seen, nope = config["v_head_dim"], self.seen, self.nope
-        to_latent = self.linear(group + "kv_a", kv_rank, self.hidden)
-        to_rope = self.linear(group + "k_pe", self.rope, self.hidden)
-        # Query rows and latent-to-key rows that all heads have: the seen dims, then the rope dims.
-        shared_q = self.linear(group + "q", seen + self.rope, q_rank)
-        shared_k = self.linear(group + "k", seen, kv_rank)
+        shared = self.shared(group)
 
         q = self.linear(own + "q_b", heads * (nope + self.rope), q_rank).view(heads, -1, q_rank)
         q *= self.gain(OWN_LOGITS, nope - seen)
         shared_gain = self.gain(SHARED_LOGITS, seen + self.rope)
-        q[:, :seen], q[:, nope:] = shared_q[:seen] * shared_gain, shared_q[seen:] * shared_gain
+        q[:, :seen], q[:, nope:] = shared.q[:seen] * shared_gain, shared.q[seen:] * shared_gain
         kv = self.linear(own + "kv_b", heads * (nope + v_dim), kv_rank).view(heads, -1, kv_rank)
-        kv[:, :seen] = shared_k
+        kv[:, :seen] = shared.k
         tensors = {
             "input_layernorm.weight": self.norm(own + "input", self.hidden),
             "post_attention_layernorm.weight": self.norm(own + "post", self.hidden),
-            "self_attn.q_a_proj.weight": self.linear(group + "q_a", q_rank, self.hidden),
+            "self_attn.q_a_proj.weight": shared.q_a,
             "self_attn.q_a_layernorm.weight": self.norm(own + "q_a", q_rank),
             "self_attn.q_b_proj.weight": q.flatten(0, 1),
-            "self_attn.kv_a_proj_with_mqa.weight": torch.cat((to_latent, to_rope)),
+            "self_attn.kv_a_proj_with_mqa.weight": torch.cat((shared.to_latent, shared.to_rope)),
             "self_attn.kv_a_layernorm.weight": self.norm(own + "kv_a", kv_rank),
             "self_attn.kv_b_proj.weight": kv.flatten(0, 1),
             "self_attn.o_proj.weight": self.output(own + "o", heads * v_dim, ATTENTION_GAIN),
         }
         if leader(config, layer) == layer:
-            key = torch.cat((to_rope, shared_k @ to_latent))
-            query = torch.cat((shared_q[seen:], shared_q[:seen]))
+            key = torch.cat((shared.to_rope, shared.k @ shared.to_latent))
+            query = torch.cat((shared.q[seen:], shared.q[:seen]))
             for name, tensor in self.indexer(own, key, query).items():
                 tensors[f"self_attn.indexer.{name}"] = tensor
         return tensors
@@ -228,3 +279,32 @@ class _Writer:
     def generator(self, name: str) -> torch.Generator:
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+class _HeavyWriter(_Writer):
+    """Scores that decay with distance and have a heavy tail over tokens."""
+
+    def embedding(self) -> torch.Tensor:
+        """``[vocab_size, hidden]``; channel 1 has a heavy tail."""
+        embedding = super().embedding()
+        normal = embedding[:, 1].clone()
+        squares = self.normal("tail", len(normal), _TAIL).square().sum(1)
+        tail = normal * (_TAIL / squares).sqrt()
+        embedding[:, 1] = (_BODY * tail).clamp(-_LARGEST, _LARGEST)
+        return embedding
+
+    def shared(self, group: str) -> Shared:
+        """As of all models, with constant parts of queries and keys."""
+        shared = super().shared(group)
+        shared.q_a[0] = 0
+        shared.q_a[0, 0] = 1  # the first dim of the query latent is the constant
+        turned = torch.arange(self.rope) % 2 == 0  # the first dim of each pair
+        shared.to_rope[turned, 0] = LOCALITY / ANCHOR
+        shared.to_rope[~turned, 0] = 0
+        shared.q[self.seen :][turned, 0] = LOCALITY / ANCHOR
+        shared.q[self.seen :][~turned, 0] = 0
+        shared.to_latent[:, 1] *= _SALIENT_GAIN
+        salient = shared.k @ shared.to_latent[:, 1]
+        scale = math.sqrt(self.seen + self.rope) / (SHARED_LOGITS * salient.square().sum())
+        shared.q[: self.seen, 0] = salient * (SALIENCE * scale / ANCHOR)
+        return shared
