@@ -6,7 +6,10 @@ from vllm_dcp_mla.bench.floor import Ceilings
 
 
 class Clock:
-    """Says scripted microseconds for each pass; notes whose turn it was."""
+    """Says scripted microseconds for each pass; notes whose turn it was.
+
+    Work runs once, to warm up: interpreted kernels are slow.
+    """
 
     def __init__(self, times=None):
         self.times = times or {}
@@ -18,7 +21,6 @@ class Clock:
         times = iter(self.times.get(name, ()))
 
         def once():
-            work()
             self.turns.append(name)
             return next(times, 100.0)
 
