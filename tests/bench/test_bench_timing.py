@@ -40,6 +40,27 @@ def test_every_pass_runs_the_work_after_it_warmed_up():
     assert work.calls == 2
 
 
+def test_a_version_that_refuses_does_not_stop_the_others():
+    class Refusing(Clock):
+        def prepare(self, work):
+            if work.name == "a":
+                raise RuntimeError("cannot be captured")
+            return super().prepare(work)
+
+    seen = []
+    works = {n: Named(n) for n in "ab"}
+    found = compare(
+        works,
+        Refusing(),
+        refusals=(RuntimeError,),
+        refused=lambda name, error: seen.append((name, str(error))),
+    )
+    assert list(found) == ["b"]
+    assert seen == [("a", "cannot be captured")]
+    with pytest.raises(RuntimeError, match="captured"):
+        compare(works, Refusing())
+
+
 @pytest.mark.parametrize(
     ("pass_us", "budget_us", "passes"),
     [(10, 200, 20), (1000, 10, 3), (0.1, 1e6, 50), (0, 1e6, 50)],

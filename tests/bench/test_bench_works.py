@@ -164,20 +164,22 @@ def test_our_step_from_positions_to_what_is_sent(small_step):
         assert small_step._problem(wrong, chosen) is not None
 
 
-def test_stocks_step_runs_its_own_code(small_step, monkeypatch):
+@pytest.fixture
+def stock_kernel(monkeypatch):
     """FlashMLA's place is taken by float64 over what its cache holds; all else is stock's."""
     from vllm.v1.attention.backends.mla import flashmla_sparse
     from vllm.v1.attention.ops import flashmla
 
-    packed, rows = small_step.random_ds_mla_cache(CPU, 32)
+    from vllm_dcp_mla.bench.works import step
 
     def kernel(*, q, k_cache, indices, softmax_scale, head_dim_v, is_fp8_kvcache, **_):
-        assert k_cache.shape == (32, 64, 1, 656)
+        assert k_cache.shape[1:] == (64, 1, 656)
         assert is_fp8_kvcache
+        rows = unpack(k_cache)
         out = torch.full((*q.shape[:3], head_dim_v), math.nan)
         lse = torch.full((1, q.shape[2], q.shape[1]), math.inf)
         for token, index in enumerate(indices[0]):
-            keys = rows[index[index >= 0].long()].double()
+            keys = rows[index[index >= 0].long()]
             if len(keys):
                 scores = q[0, token].double() @ keys.T * softmax_scale
                 lse[0, :, token] = torch.logsumexp(scores, -1)
@@ -188,9 +190,80 @@ def test_stocks_step_runs_its_own_code(small_step, monkeypatch):
     monkeypatch.setattr(
         flashmla, "get_mla_metadata", lambda: (SimpleNamespace(), None), raising=False
     )
+    return step
+
+
+def unpack(cache):
+    """The values of fp8_ds_mla rows, ``[R, 576]`` float64, from what vLLM documents of them."""
+    rows = cache.reshape(-1, 656)
+    latent = rows[:, :512].view(torch.float8_e4m3fn).double()
+    scales = rows[:, 512:528].contiguous().view(torch.float32).repeat_interleave(128, 1)
+    rotary = rows[:, 528:].contiguous().view(torch.bfloat16).double()
+    return torch.cat((latent * scales, rotary), 1)
+
+
+def test_stocks_step_runs_its_own_code(small_step, stock_kernel):
+    packed, rows = small_step.random_ds_mla_cache(CPU, 32)
     chosen = small_step._select(3, 1, CPU)
     version = small_step.Version(small_step.stock(packed, chosen), rows, 1.0, 656)
     assert small_step._problem(version, chosen) is None
+
+
+def test_the_step_of_both_from_its_caches_to_its_remarks(small_step, stock_kernel, monkeypatch):
+    monkeypatch.setattr(small_step, "_QUICK_TOKENS", (1, 3))
+    run = session()
+    rows = list(small_step.run(run))
+    assert [r.problem or r.note for r in rows] == [None] * 6
+    assert all(r.us > 0 and r.floor_us > 0 for r in rows)
+    assert len(run.remarks) == 2
+
+
+def test_attention_from_its_caches_to_its_remarks(narrow, monkeypatch):
+    from vllm_dcp_mla.bench.works import attention
+
+    real = inputs.make_cache
+    monkeypatch.setattr(attention, "make_cache", lambda *a: real(*a, rows=1 << 10))
+    monkeypatch.setattr(attention, "_QUICK_TOKENS", (2,))
+    monkeypatch.setattr(attention, "HEADS", (16,))
+    monkeypatch.setattr(attention, "ROWS", (40,))
+    rows = list(attention.run(session()))
+    ours = [r for r in rows if r.provider == "triton_decode"]
+    assert [(r.sizes["cache"], r.problem) for r in ours] == [("bf16", None), ("fp8_e4m3", None)]
+    assert all(r.us is None and r.note for r in rows if r not in ours)
+
+
+def test_tilings_from_their_caches_to_their_remarks(narrow, monkeypatch):
+    from vllm_dcp_mla.bench.works import attention, tilings
+
+    real = inputs.make_cache
+    monkeypatch.setattr(tilings, "make_cache", lambda *a: real(*a, rows=1 << 10))
+    monkeypatch.setattr(tilings, "_compile", lambda dtype: None)  # interpreted kernels are not
+    monkeypatch.setattr(tilings, "_QUICK_TOKENS", (2,))
+    monkeypatch.setattr(tilings, "HEADS", (16,))
+    monkeypatch.setattr(tilings, "ROWS", (128,))
+    run = session()
+    rows = list(tilings.run(run))
+    assert len(rows) == 2 * len(tilings.CANDIDATES)
+    assert [r.problem or r.note for r in rows] == [None] * len(rows)
+    assert len(run.remarks) == 2
+    assert attention.TOPK == 2048
+
+
+def test_splits_from_their_cache_to_their_remarks(narrow, monkeypatch):
+    from vllm_dcp_mla.bench.works import split
+
+    real_cache, real_sets = inputs.make_cache, inputs.make_sets
+    monkeypatch.setattr(split, "make_cache", lambda *a: real_cache(*a, rows=1 << 10))
+    monkeypatch.setattr(split, "make_sets", lambda *a: real_sets(*a, width=64))
+    for name, value in {
+        "TOKENS": (6,), "_QUICK_LIMITS": (2, 4, 8), "_HEADS": 16, "_ROWS": 50,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(split, name, value)
+    run = session()
+    rows = list(split.run(run))
+    assert [r.sizes["tokens_per_launch"] for r in rows] == [2, 4, 6]
+    assert [r.problem or r.note for r in rows] == [None] * 3
+    assert len(run.remarks) == 1
 
 
 def test_an_fp8_ds_mla_row_holds_what_is_said(small_step):

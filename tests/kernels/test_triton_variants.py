@@ -103,7 +103,7 @@ for name, launcher, pointers, integers, keys in (
         "wide_loads": len(re.findall(r"ld\\.global\\.v4\\.b32", ptx)),
         "narrow_loads": len(re.findall(r"ld\\.global\\.[bu](8|16) ", ptx)),
         "barriers_before_arrival": ptx[: ptx.find("atom.")].count("bar.sync"),
-        "arrival": re.findall(r"atom\\.[a-z0-9.]*add[a-z0-9.]*", ptx),
+        "arrival": re.findall(r"atom\\.[a-z0-9_.]*add[a-z0-9_.]*", ptx),
         "past_l1": len(re.findall(r"ld\\.global\\.cg\\.v4", ptx)),
         "wgmma": len(re.findall(r"wgmma\\.mma_async", ptx)),
     }

@@ -69,19 +69,29 @@ class Session:
             launches: launches of a pass.
             common: figures that all rows have.
         """
-        rows, good = [], {}
+        rows: list[Row] = []
+        good = {}
+
+        def refused(name: Any, error: Exception) -> None:
+            rows.append(row(provider=name, note=f"did not run: {_first_line(error)}", **common))
+
         for name, work in works.items():
             try:
                 problem = checks[name]()
             except REFUSALS as error:
-                rows.append(row(provider=name, note=f"did not run: {_first_line(error)}", **common))
+                refused(name, error)
                 continue
             if problem is None:
                 good[name] = work
             else:
                 rows.append(row(provider=name, problem=problem, **common))
         timings: dict[Any, Timing] = compare(
-            good, self.stopwatch, launches=launches, budget_us=self.budget_us
+            good,
+            self.stopwatch,
+            launches=launches,
+            budget_us=self.budget_us,
+            refusals=REFUSALS,
+            refused=refused,
         )
         timed = [
             row(provider=name, us=timing.us, spread=timing.spread, **common)

@@ -118,6 +118,8 @@ def compare(
     *,
     launches: int = 1,
     budget_us: float = 200_000.0,
+    refusals: tuple[type[Exception], ...] = (),
+    refused: Callable[[Any, Exception], object] = lambda name, error: None,
 ) -> dict[Any, Timing]:
     """Times versions of the same work side by side.
 
@@ -126,10 +128,17 @@ def compare(
         stopwatch: times a pass.
         launches: how many launches a pass of any version stands for.
         budget_us: how long to repeat a version, all rounds together.
+        refusals: errors with which a version may refuse to be timed; the others are.
+        refused: told of them.
     """
-    passes = {name: stopwatch.prepare(work) for name, work in works.items()}
+    passes = {}
+    for name, work in works.items():
+        try:
+            passes[name] = stopwatch.prepare(work)
+        except refusals as error:
+            refused(name, error)
     repeats = {name: number_of_passes(once(), budget_us / _ROUNDS) for name, once in passes.items()}
-    rounds: dict[Any, list[float]] = {name: [] for name in works}
+    rounds: dict[Any, list[float]] = {name: [] for name in passes}
     for _ in range(_ROUNDS):
         for name, once in passes.items():
             rounds[name].append(statistics.median(once() for _ in range(repeats[name])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from typing import Annotated, Any
@@ -80,7 +81,8 @@ def _run(works: list[Work], quick: bool, plot: str | None, as_json: bool) -> Non
     from ..simulate.driver import DriverStandInError
 
     try:
-        with status:
+        # What libraries print is progress as well.
+        with status, contextlib.redirect_stdout(sys.stderr):
             outcome = run.run_bench(works, quick=quick, note=note)
     except run.BenchError as error:
         raise RequestError(error.problems, IMPOSSIBLE) from None

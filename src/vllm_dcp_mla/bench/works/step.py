@@ -69,7 +69,7 @@ def run(session: Session) -> Iterator[Row]:
     """Rows of ours from both caches and of stock's from its own."""
     device = session.device
     caches = {name: _random_cache(name, device) for name in CACHES}
-    packed, unpacked = random_ds_mla_cache(device)
+    packed, unpacked = random_ds_mla_cache(device, _BLOCKS)
     mine: list[Row] = []
     for tokens in _QUICK_TOKENS if session.quick else TOKENS:
         one = _select(tokens, 1, device)
@@ -289,9 +289,7 @@ def _random_cache(name: str, device: torch.device) -> tuple[torch.Tensor, float]
     return rows, scale
 
 
-def random_ds_mla_cache(
-    device: torch.device, blocks: int = _BLOCKS
-) -> tuple[torch.Tensor, torch.Tensor]:
+def random_ds_mla_cache(device: torch.device, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A random fp8_ds_mla cache and what it holds.
 
     Returns:
