@@ -62,13 +62,13 @@ def random_calls(launcher, pointers, integers, warmed):
 
 report = {}
 for name, launcher, pointers, integers, keys in (
-    ("attend bf16", ours.ATTEND_KERNEL, ours._ATTEND_POINTERS, ours._ATTEND_INTEGERS,
+    ("attend bf16", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
      ours.ATTEND_KERNEL.get_warmup_keys(torch.bfloat16, DIMS, SECOND)),
-    ("attend fp8", ours.ATTEND_KERNEL, ours._ATTEND_POINTERS, ours._ATTEND_INTEGERS,
+    ("attend fp8", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
      ours.ATTEND_KERNEL.get_warmup_keys(torch.float8_e4m3fn, DIMS, SECOND)),
-    ("attend and merge", ours.ATTEND_KERNEL, ours._ATTEND_POINTERS, ours._ATTEND_INTEGERS,
+    ("attend and merge", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
      ours.ATTEND_KERNEL.get_warmup_keys(torch.bfloat16, DIMS, LAST)),
-    ("merge", ours.MERGE_KERNEL, ours._MERGE_POINTERS, ours._MERGE_INTEGERS,
+    ("merge", ours.MERGE_KERNEL, ours.MERGE_POINTERS, ours.MERGE_INTEGERS,
      ours.MERGE_KERNEL.get_warmup_keys(DIMS, SECOND)),
 ):
     (warm_key,) = keys

@@ -117,7 +117,8 @@ def main(provider: str, what: str) -> None:
     import logging
 
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    os.environ["VLLM_DCP_MLA_DISABLE" if provider == "stock" else "HF_HUB_OFFLINE"] = "1"
+    if provider == "stock":
+        os.environ["VLLM_DCP_MLA_DISABLE"] = "1"
     from ...models import load_config
     from ...selftest import world
     from ..engine import DCP, RANK, TP, prepare
