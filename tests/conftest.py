@@ -57,6 +57,7 @@ def no_buffers(monkeypatch):
 
     monkeypatch.setattr(device_buffer, "_BY_DEVICE", {})
     monkeypatch.setattr(device_buffer, "_PARTIALS", {})
+    monkeypatch.setattr(device_buffer, "_GATHERED", {})
 
 
 @pytest.fixture(autouse=True)

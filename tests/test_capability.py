@@ -37,7 +37,7 @@ def test_sm100_serves_dcp(arch, cache, dims):
         ({"arch": (12, 0)}, "needs SM10x, got SM120"),
         ({"arch": H200}, "needs SM10x, got SM90"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, "kv-cache-dtype fp8_ds_mla is not one of"),
-        ({"tp": 1, "pcp": 4, "dcp": 4}, "together (got pcp 4, dcp 4)"),
+        ({"tp": 1, "pcp": 4, "dcp": 4}, "PCP with DCP needs --dcp-comm-backend ag_rs, got a2a"),
         ({"dims": replace(GLM, heads=96)}, "65 to 127 query heads, got 96"),
         ({"dims": replace(GLM, qk_nope_head_dim=64)}, "must be 128 or 192, got 64"),
         ({"dims": replace(GLM, index_topk=None)}, "no index_topk"),
@@ -57,6 +57,29 @@ def test_sm90_serves_dcp_at_any_head_count(cache, dims, tp, dcp):
     changes = {"arch": H200, "kv_cache_dtype": cache, "dims": dims, "tp": tp, "dcp": dcp}
     assert serves(cap.FLASH_ATTN_3, **changes)
     assert not serves(cap.FLASHINFER, **changes)
+
+
+@pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize("dims", [GLM, DEEPSEEK])
+@pytest.mark.parametrize(("tp", "pcp", "dcp"), [(1, 2, 2), (1, 4, 4), (2, 2, 2), (2, 2, 4)])
+@pytest.mark.parametrize(("arch", "name"), [(B200, cap.FLASHINFER), (H200, cap.FLASH_ATTN_3)])
+def test_pcp_with_dcp_is_served_with_one_exchange(cache, dims, tp, pcp, dcp, arch, name):
+    changes = {"tp": tp, "pcp": pcp, "dcp": dcp, "arch": arch, "dims": dims}
+    assert serves(name, kv_cache_dtype=cache, comm="ag_rs", **changes)
+    assert not serves(name, kv_cache_dtype=cache, comm="a2a", **changes)
+
+
+def test_with_pcp_prefill_rows_have_the_heads_of_one_rank():
+    wide = {"tp": 2, "pcp": 2, "dims": replace(GLM, heads=192), "comm": "ag_rs"}
+    assert deployment(**wide, dcp=4).launch_heads == (192, 96)
+    assert deployment(**wide, dcp=2).launch_heads == (96,)
+    assert deployment(tp=2, dcp=2, dims=replace(GLM, heads=192)).launch_heads == (192,)
+    assert not serves(cap.FLASHINFER, **wide, dcp=4)
+    assert serves(cap.FLASHINFER, tp=2, dcp=2, dims=replace(GLM, heads=192))
+    forced = {"arch": H200, "kv_cache_dtype": "bfloat16", "kernel": "flashmla", "comm": "ag_rs"}
+    spanning = deployment(tp=16, pcp=2, dcp=32, **forced)
+    assert spanning.launch_heads == (64, 4)
+    assert "heads a launch, got 4" in "; ".join(cap.refusals(cap.FLASH_ATTN_3, spanning))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +106,7 @@ def test_fp8_on_sm90_is_flashmlas_where_that_works(tp, dcp, dims, by):
         ({"arch": B200}, "needs SM9x, got SM100"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, "kv-cache-dtype fp8_ds_mla is not one of"),
         ({"kv_cache_dtype": "fp8"}, "fp8 is fp8_ds_mla here, which FLASHMLA_SPARSE serves"),
-        ({"tp": 1, "pcp": 4, "dcp": 4}, "together (got pcp 4, dcp 4)"),
+        ({"tp": 1, "pcp": 4, "dcp": 4}, "PCP with DCP needs --dcp-comm-backend ag_rs, got a2a"),
         ({"dims": replace(GLM, kv_lora_rank=256)}, "got 256 and 64"),
         ({"dims": replace(GLM, index_topk=None)}, "no index_topk"),
         ({"kernel": "trtllm_gen"}, "trtllm_gen is not one of this backend's"),
@@ -100,7 +123,7 @@ def test_sm90_refusals(changes, reason):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dims": replace(GLM, heads=24)}, "takes 8, 16, 32, 64, 128 gathered heads, got 24"),
+        ({"dims": replace(GLM, heads=24)}, "takes 8, 16, 32, 64, 128 heads a launch, got 24"),
         ({"dims": replace(GLM, index_topk=100)}, "multiple of 128, got 100"),
         ({"libraries": replace(LIBRARIES, flashmla=False)}, "built without FlashMLA"),
         ({"dims": replace(GLM, qk_rope_head_dim=0)}, "needs rotary dims"),
@@ -205,12 +228,16 @@ def test_the_way_out_of_an_interleave_is_another_one():
     [
         (
             {"tp": 1, "pcp": 4, "dcp": 4},
-            "--kv-cache-dtype fp8_ds_mla --dcp-comm-backend ag_rs (served by FLASHMLA_SPARSE)",
+            "--dcp-comm-backend ag_rs (served by FLASHINFER_MLA_SPARSE)",
+        ),
+        (
+            {"tp": 1, "pcp": 4, "dcp": 4, "kv_cache_dtype": "nvfp4_ds_mla"},
+            "--kv-cache-dtype fp8_e4m3 --dcp-comm-backend ag_rs (served by FLASHINFER_MLA_SPARSE)",
         ),
         ({"tp": 1, "pcp": 4, "dcp": 4, "kv_cache_dtype": "fp8_ds_mla"}, "--dcp-comm-backend ag_rs"),
         (
-            {"tp": 1, "pcp": 4, "dcp": 4, "libraries": replace(LIBRARIES, flashmla=False)},
-            "--tensor-parallel-size 4 --prefill-context-parallel-size 1 (served by FLASHINFER",
+            {"tp": 1, "pcp": 4, "dcp": 4, "libraries": replace(LIBRARIES, flashinfer=None)},
+            "--kv-cache-dtype fp8_ds_mla --dcp-comm-backend ag_rs (served by FLASHMLA_SPARSE)",
         ),
         ({"kv_cache_dtype": "fp8_ds_mla", "tp": 2, "dcp": 2}, "--kv-cache-dtype fp8_e4m3"),
     ],

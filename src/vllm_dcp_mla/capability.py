@@ -90,8 +90,14 @@ class Deployment:
 
     @property
     def kernel_heads(self) -> int:
-        """Query heads that the kernel of one rank sees."""
+        """Query heads that the kernel of one rank sees, in decode steps at least."""
         return gathered_heads(self.heads_per_rank, self.tp, self.pcp, self.dcp)
+
+    @property
+    def launch_heads(self) -> tuple[int, ...]:
+        """Query heads of all launches: with PCP, prefill rows have those of one rank."""
+        alike = self.pcp == 1 or self.kernel_heads == self.heads_per_rank
+        return (self.kernel_heads,) if alike else (self.kernel_heads, self.heads_per_rank)
 
 
 @dataclass(frozen=True, slots=True)

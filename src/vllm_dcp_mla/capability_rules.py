@@ -59,15 +59,6 @@ def _flashmla_library(libraries: Libraries) -> str | None:
     return "this vLLM was built without FlashMLA (vllm._flashmla_C is missing)"
 
 
-def _no_pcp_with_dcp(d: Deployment) -> str | None:
-    if d.pcp == 1:
-        return None
-    return (
-        f"prefill and decode context parallelism together (got pcp {d.pcp}, dcp {d.dcp}) are not "
-        "served by this backend yet"
-    )
-
-
 def trtllm_gen_heads(heads: int) -> str | None:
     """Why trtllm-gen takes no launch of a number of query heads, None when it does."""
     if not 64 < heads < 128:
@@ -76,7 +67,7 @@ def trtllm_gen_heads(heads: int) -> str | None:
 
 
 def _trtllm_gen_heads(d: Deployment) -> str | None:
-    return trtllm_gen_heads(d.kernel_heads)
+    return next(filter(None, map(trtllm_gen_heads, d.launch_heads)), None)
 
 
 def _trtllm_gen_dims(d: Deployment) -> str | None:
@@ -157,9 +148,10 @@ def _forced_hopper_kernel(d: Deployment) -> str | None:
         return None if d.libraries.flash_attn_3 else missing
     if not d.libraries.flashmla:
         return _flashmla_library(d.libraries)
-    if d.kernel_heads not in FLASHMLA_SPARSE_HEADS:
-        heads = ", ".join(map(str, FLASHMLA_SPARSE_HEADS))
-        return f"the forced kernel flashmla takes {heads} gathered heads, got {d.kernel_heads}"
+    for heads in d.launch_heads:
+        if heads not in FLASHMLA_SPARSE_HEADS:
+            known = ", ".join(map(str, FLASHMLA_SPARSE_HEADS))
+            return f"the forced kernel flashmla takes {known} heads a launch, got {heads}"
     if (d.dims.index_topk or 0) % FLASHMLA_TOPK_MULTIPLE:
         return (
             f"the forced kernel flashmla takes an index_topk that is a multiple of "
@@ -176,9 +168,9 @@ def _ag_rs_with_pcp(d: Deployment) -> str | None:
 
 #: By backend: why its library is missing, and its further reasons.
 FLASHINFER_LIBRARY: Library = _flashinfer_library
-FLASHINFER_RULES: Rules = (_no_pcp_with_dcp, _trtllm_gen_heads, _trtllm_gen_dims)
+FLASHINFER_RULES: Rules = (_ag_rs_with_pcp, _trtllm_gen_heads, _trtllm_gen_dims)
 FLASH_ATTN_4_LIBRARY: Library = _flash_attn_4_library
-FLASH_ATTN_4_RULES: Rules = (_no_pcp_with_dcp, _trtllm_gen_dims, _flash_attn_4_shape)
-HOPPER_RULES: Rules = (_no_pcp_with_dcp, _hopper_dims, _forced_hopper_kernel)
+FLASH_ATTN_4_RULES: Rules = (_ag_rs_with_pcp, _trtllm_gen_dims, _flash_attn_4_shape)
+HOPPER_RULES: Rules = (_ag_rs_with_pcp, _hopper_dims, _forced_hopper_kernel)
 FLASHMLA_LIBRARY: Library = _flashmla_library
 FLASHMLA_RULES: Rules = (_flashmla_cache, _flashmla_heads, _ag_rs_with_pcp)

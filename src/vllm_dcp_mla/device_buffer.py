@@ -1,8 +1,8 @@
 """The workspaces of a CUDA device: made while the model loads, never moved, never re-made.
 
 CUDA graphs keep their addresses, and every layer, drafter and engine of a process shares them in
-stream order. trtllm-gen has one, our Triton kernel another. A later caller who would want more of
-the first plans against what is there and splits launches finer.
+stream order. trtllm-gen has one, our Triton kernel another, and PCP with DCP gathers keys in a
+third. A later caller who would want more plans against what is there and splits finer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 
 import torch
 
+from .gather_plan import GatherPlan, plan_gather
 from .kernels.base import LaunchBuffers
 from .key_splits import arrival_bytes, partial_bytes
 from .workspace import WorkspacePlan, plan_workspace
@@ -19,6 +20,7 @@ logger = logging.getLogger("vllm.dcp_mla.workspace")
 
 _BY_DEVICE: dict[torch.device, LaunchBuffers] = {}
 _PARTIALS: dict[torch.device, LaunchBuffers] = {}
+_GATHERED: dict[torch.device, torch.Tensor] = {}
 
 
 def kernel_device() -> torch.device:
@@ -101,6 +103,36 @@ def acquire_partials(device: torch.device, latent_dim: int) -> LaunchBuffers:
     return buffers
 
 
+def acquire_gather(device: torch.device, **sizes: int) -> tuple[torch.Tensor, GatherPlan]:
+    """The device's memory for gathered keys, made by the first caller, and how it is used.
+
+    Args:
+        device: an explicit device.
+        sizes: arguments of :func:`.gather_plan.plan_gather`, without ``workspace_bytes``.
+
+    Returns:
+        A ``uint8`` tensor and its plan.
+
+    Raises:
+        ValueError: not one turn of the interleave fits; the message names the bytes needed.
+    """
+    buffer = _GATHERED.get(device)
+    plan = plan_gather(**sizes)
+    if buffer is not None and plan.total_bytes > buffer.numel():
+        plan = plan_gather(**sizes, workspace_bytes=buffer.numel())
+    if buffer is None:
+        buffer = torch.empty(plan.total_bytes, dtype=torch.uint8, device=device)
+        _GATHERED[device] = buffer
+        logger.info(
+            "Gather workspace on %s: %s bytes (%.3f GiB), contexts of %d tokens in one range.",
+            device,
+            f"{plan.total_bytes:,}",
+            plan.total_bytes / 2**30,
+            plan.rows_per_rank * sizes["dcp"],
+        )
+    return buffer, plan
+
+
 def held() -> list[tuple[str, torch.Tensor]]:
     """Every buffer of this process, with its name: a pair each, of all devices."""
     return [
@@ -108,6 +140,7 @@ def held() -> list[tuple[str, torch.Tensor]]:
         *(("counters", buffers.counters) for buffers in _BY_DEVICE.values()),
         *(("partial results", buffers.workspace) for buffers in _PARTIALS.values()),
         *(("arrivals", buffers.counters) for buffers in _PARTIALS.values()),
+        *(("gathered keys", buffer) for buffer in _GATHERED.values()),
     ]
 
 

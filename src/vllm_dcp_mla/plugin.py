@@ -37,21 +37,24 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    from . import __version__
+    from .compat import dcp_order
+    from .compat.releases import installed_release
+    from .compat.upstream import left_to_stock
+
     reason = why_off()
     if reason is not None:
         logger.warning("vllm-dcp-mla is off: %s", reason)
         return
     _announce_environment()
+    if installed_release().gathers_here:
+        dcp_order.install()
     served = _override(overrides())
     if alias() == ALIAS:
         register_alias()
         served.append(ALIAS)
     else:
         served += _override({alias(): ALIAS_PATH})
-    from . import __version__
-    from .compat.releases import installed_release
-    from .compat.upstream import left_to_stock
-
     logger.info(
         "vllm-dcp-mla %s serves sparse MLA under decode context parallelism: %s.",
         __version__,

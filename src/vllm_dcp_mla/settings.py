@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
+from .gather_plan import DEFAULT_GATHER_LIMIT_BYTES
 from .workspace import DEFAULT_SLAB_LIMIT_BYTES
 
 #: 1,820 rows of top-k 2,048 at dcp 8, 5,461 at dcp 2.
@@ -39,6 +40,11 @@ class Settings(BaseModel):
         DEFAULT_SLAB_LIMIT_BYTES,
         description="most bytes of the trtllm-gen softmax-statistics slab; launches are split so "
         "that it suffices",
+    )
+    gather_limit_bytes: PositiveInt = Field(
+        DEFAULT_GATHER_LIMIT_BYTES,
+        description="most bytes in which PCP with DCP gathers the keys of prefills; a longer "
+        "context is attended in ranges",
     )
     merge_limit_bytes: PositiveInt = Field(
         DEFAULT_MERGE_LIMIT_BYTES,

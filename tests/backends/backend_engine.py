@@ -28,14 +28,15 @@ def backends():
 
 
 @contextmanager
-def engine(dcp=8, max_tokens=512, settings=None, model="glm-5.2"):
-    """A current configuration of one rank of TP8 with that DCP size; yields it."""
+def engine(dcp=8, max_tokens=512, settings=None, model="glm-5.2", pcp=1):
+    """A current configuration of rank 0 of TP8 with those PCP and DCP sizes; yields it."""
     from vllm.config import set_current_vllm_config
 
     from vllm_dcp_mla.selftest import world
 
     config = world.engine_config(load_config(model), 8, 8, "ag_rs")
     config.parallel_config.decode_context_parallel_size = dcp
+    config.parallel_config.prefill_context_parallel_size = pcp
     config.scheduler_config.max_num_batched_tokens = max_tokens
     config.additional_config = {"dcp_mla": {"kernel": "reference", **(settings or {})}}
     with (

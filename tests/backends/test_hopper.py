@@ -141,7 +141,7 @@ def test_full_steps_take_the_first_kernel_that_takes_the_shape():
     ours, first, second = Leaves(), Leaves("not these heads"), Leaves()
     with with_kernels(triton_decode=ours, flashmla=first, flash_attn3=second):
         impl = made(settings={"kernel": "auto"})
-    assert impl._small_tokens == 4  # what the CPU counts as
+    assert impl._kernels[64].small_tokens == 4  # what the CPU counts as
     run(impl)
     run(impl, tokens=5, counts=(0, 1, 2, 3, 4))
     assert (ours.launched, first.launched, second.launched) == ([4], [], [5])
@@ -235,6 +235,7 @@ def test_ranks_compare_what_they_decided():
         "backend": "DcpFlashAttnMLASparseImpl",
         "kernel": "leaves",
         "heads": 128,
+        "gather_rows": 0,
         "kv_cache_dtype": "fp8_e4m3",
     }
 
@@ -262,6 +263,14 @@ def test_decodes_of_several_tokens_stay_decodes():
             thresholds.append(builder.reorder_batch_threshold)
             assert not builder.supports_draft_decode_metadata_update
     assert thresholds == [1, 256]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "support"), [(None, "UNIFORM_BATCH"), (object(), "UNIFORM_SINGLE_TOKEN_DECODE")]
+)
+def test_full_graphs_without_mtp_only(drafts, support):
+    config = SimpleNamespace(speculative_config=drafts)
+    assert backend().get_builder_cls().get_cudagraph_support(config, None).name == support
 
 
 def test_what_vllm_reads_off_the_class():

@@ -44,6 +44,8 @@ def imported_names(release):
     absent = {
         file for member, files in FILES.items() if member in release.left_to_stock for file in files
     }
+    if not release.gathers_here:
+        absent |= {"backends/gather.py", "backends/gather_metadata.py", "compat/dcp_order.py"}
     for top in ENGINE:
         path = PACKAGE / top
         for file in [path] if path.suffix else sorted(path.glob("*.py")):

@@ -14,6 +14,7 @@ import pytest
 import vllm_dcp_mla
 from release_marks import RELEASE
 from vllm_dcp_mla.cli.main import main
+from vllm_dcp_mla.gather_plan import DEFAULT_GATHER_LIMIT_BYTES, plan_gather
 from vllm_dcp_mla.workspace import plan_workspace
 
 ROOT = Path(__file__).parents[2]
@@ -240,6 +241,26 @@ def test_the_workspace_line_is_the_codes(folder, heads):
         f"Attention workspace on cuda:0: {plan.total_bytes:,} bytes "
         f"({plan.total_bytes / 2**30:.3f} GiB), {plan.tokens_per_launch} tokens a launch at "
         f"{heads} heads."
+    ) in text
+
+
+def test_the_gather_line_is_the_codes():
+    plan = plan_gather(
+        limit_bytes=DEFAULT_GATHER_LIMIT_BYTES,
+        row_bytes=576,
+        dcp=4,
+        interleave=1,
+        max_model_len=1_048_576,
+        max_num_seqs=256,
+        max_num_tokens=4096,
+        heads=64,
+        latent_dim=512,
+    )
+    text = (EXAMPLES / "b200" / "glm-5.2-nvfp4-tp1-pcp4-dcp4" / "README.md").read_text()
+    assert (
+        f"Gather workspace on cuda:0: {plan.total_bytes:,} bytes "
+        f"({plan.total_bytes / 2**30:.3f} GiB), contexts of {plan.rows_per_rank * 4} tokens in one "
+        "range."
     ) in text
 
 

@@ -196,6 +196,8 @@ def sm100_steps(rank, num_ranks, folder, shapes, seed):
     from vllm_dcp_mla.indexer.builder import DcpIndexerBuilder
     from vllm_dcp_mla.models import load_config
     from vllm_dcp_mla.selftest import attention
+    from vllm_dcp_mla.selftest.subjects import subject_of
+    from vllm_dcp_mla.selftest.world import Sizes
 
     config = load_config("glm-5.2") | {"index_topk": shapes[0].topk}
     built = DcpIndexerBuilder.build
@@ -209,7 +211,8 @@ def sm100_steps(rank, num_ranks, folder, shapes, seed):
     DcpIndexerBuilder.build = build
     with sm100():
         steps = attention.run_steps(
-            rank, num_ranks, folder, shapes, config, "ag_rs", num_ranks, seed, "cpu"
+            *(rank, num_ranks, folder, shapes, config, "ag_rs", Sizes(num_ranks, 1, num_ranks)),
+            *(seed, "cpu", subject_of("b200")),
         )
     return [step.error for step in steps], varlen
 

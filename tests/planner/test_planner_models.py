@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_dcp_mla.models import BUILT_IN, load_config
-from vllm_dcp_mla.planner.checkpoint import INDEX_FILE, computed_weights
+from vllm_dcp_mla.planner.checkpoint import INDEX_FILE, Weight, computed_weights
 from vllm_dcp_mla.planner.model import ModelMemoryError, read_model
 from vllm_dcp_mla.planner.model_spec import REQUIRED, read_model_spec
 from vllm_dcp_mla.planner.quantization import Quantization, read_quantization
@@ -239,3 +239,9 @@ def test_the_indexers_key_projection_is_loaded_as_bfloat16():
         for q in (Quantization(), Quantization("fp8_block", ignore=("*q_a*", "*kv_a*", "*wq_b*")))
     )
     assert fp8 - plain == pytest.approx(0, abs=64)
+
+
+def test_the_indexer_s_keys_are_normed_in_float32():
+    spec = read_model_spec(SMALL, "small")
+    stored = [Weight("model.layers.0.self_attn.indexer.k_norm.weight", 128, 2 * 128)]
+    assert rank_weights(stored, spec, 2, 1, drafter=False) == {Kind.REPLICATED: 4 * 128}

@@ -11,6 +11,7 @@ from plans import DEFAULTS, PCP4_DCP4, keys, line, planned
 
 from vllm_dcp_mla.compat.libraries import ASSUMED
 from vllm_dcp_mla.compat.releases import release_of
+from vllm_dcp_mla.gather_plan import DEFAULT_GATHER_LIMIT_BYTES
 from vllm_dcp_mla.planner.lines import Counted
 from vllm_dcp_mla.planner.plan import make_plan
 from vllm_dcp_mla.planner.report import plan_json
@@ -132,6 +133,33 @@ def test_hoppers_workspace_is_of_the_device_alone(model, tokens):
     assert plan.workspace.total_bytes == 132 * 64 * 513 * 4 == partials.bytes
     assert partials.profiled
     assert partials.stock_bytes == 0
+
+
+@pytest.mark.parametrize("gpu", ["b200", "h200"])
+@pytest.mark.parametrize(
+    ("cache", "length", "seqs", "size"),
+    [
+        ("fp8_e4m3", 1024, 4, 4 * 1024 * 576),  # all requests of a step
+        ("bfloat16", 1024, 4, 4 * 1024 * 1152),
+        ("fp8_e4m3", 1_048_576, 64, DEFAULT_GATHER_LIMIT_BYTES),
+    ],
+)
+def test_pcp_with_dcp_gathers_keys_in_a_bounded_workspace(gpu, cache, length, seqs, size):
+    flags = {"gpu": gpu, "max_model_len": length, "max_num_seqs": seqs, "kv_cache_dtype": cache}
+    plan = planned(**{**PCP4_DCP4, **flags})
+    gathered = line(plan, "pcp_gather")
+    # The last page and the last partial result may not fit.
+    assert size - 64 * 1152 * 4 - 64 * 1024 <= gathered.bytes <= size
+    assert gathered.profiled
+    assert gathered.stock_bytes == 0
+    assert "pcp_gather" not in keys(planned(gpu=gpu))
+    assert "pcp_gather" not in keys(planned(**{**PCP4_DCP4, "gpu": gpu}))  # stock's FlashMLA
+
+
+def test_a_gather_limit_that_holds_no_row_is_a_problem():
+    config = Settings(gather_limit_bytes=1000)
+    plan = planned(config=config, **{**PCP4_DCP4, "kv_cache_dtype": "fp8_e4m3"})
+    assert any("gather_limit_bytes is 1000" in problem for problem in plan.problems)
 
 
 def test_the_way_out_of_pcp_with_dcp_names_the_exchange():

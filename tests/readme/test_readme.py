@@ -14,7 +14,7 @@ from readme_tables import HEADS_PER_RANK, README, STEPS, updated
 
 import vllm_dcp_mla
 from vllm_dcp_mla import plan_workspace, stock_workspace_bytes
-from vllm_dcp_mla.capability import TABLE, serving
+from vllm_dcp_mla.capability import TABLE, row, serving
 from vllm_dcp_mla.compat.libraries import ASSUMED
 from vllm_dcp_mla.compat.versions import TESTED
 from vllm_dcp_mla.planner.request import RawRequest, read_request
@@ -166,17 +166,13 @@ def test_versions_and_sizes_are_the_codes():
     assert re.search(r"104,857,600 bytes give launches of 280 tokens at 64 heads", TEXT)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "sizes"), [("b200", (1, 4, 4)), ("h200", (1, 4, 4)), ("h100", (1, 2, 2))]
-)
-def test_the_way_out_of_a_known_gap_works(gpu, sizes):
-    gaps = TEXT.partition("## Known gaps")[2]
-    raw = RawRequest("glm-5.2", gpu, *map(str, sizes), "auto", "8192", None)
+@pytest.mark.parametrize("gpu", ["b200", "h200"])
+def test_pcp_works_with_the_exchange_that_is_named(gpu):
+    assert "With PCP, add `--dcp-comm-backend ag_rs`" in TEXT
+    raw = RawRequest("glm-5.2", gpu, "1", "4", "4", "auto", "8192", "a2a")
     refused = read_request(raw).deployment(GPUS[gpu], ASSUMED, kernel="auto")
     assert serving(refused) is None
-    works = replace(refused, kv_cache_dtype="fp8_ds_mla", comm="ag_rs")
-    assert serving(works) == "FLASHMLA_SPARSE"
-    assert "`--kv-cache-dtype fp8_ds_mla --dcp-comm-backend ag_rs`" in gaps
+    assert row(serving(replace(refused, comm="ag_rs"))).ours
 
 
 def test_files_that_are_named_exist():

@@ -81,6 +81,8 @@ def test_positions_of_yarn_are_kept():
     """Its factor says how many there are, and Transformers complains where the two differ."""
     assert small_config("deepseek-v3.2")["max_position_embeddings"] == 163840
     assert small_config("glm-5.2")["max_position_embeddings"] == 16384
+    longer = small_config("glm-5.2", max_model_len=131136)
+    assert longer["max_position_embeddings"] == 131136
 
 
 def test_other_numbers_of_keys():

@@ -4,40 +4,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rehearse_results import BUFFERS, SMS, WORKSPACE, rank, scores, states
+from rehearse_results import BUFFERS, ONE, SMS, WORKSPACE, good_results, result, scores
 
 from vllm_dcp_mla.key_splits import partial_bytes
 from vllm_dcp_mla.rehearse.checkpoint import RehearsalModel
-from vllm_dcp_mla.rehearse.configuration import Configuration, Limits, engine_of
-from vllm_dcp_mla.rehearse.judge import judge, judge_soak
+from vllm_dcp_mla.rehearse.judge import judge
 from vllm_dcp_mla.rehearse.schedule import EngineResult
 from vllm_dcp_mla.rehearse.workload import Prompt
 
 MODEL = RehearsalModel(
     *("glm-5.2", Path("/m"), "GlmMoeDsaForCausalLM", 3, (2,), 64, 2048, 2048, 16384, 576, 512, 128)
 )
-TOKENS = 8192
-ONE = Configuration("glm-5.2", 2, 1, 2, "bfloat16", "ag_rs", 0, "none", "reference")
 PROMPTS = [Prompt(f"to {10 * (i % 2 + 1)}", (1,), 0) for i in range(64)]
 OURS, STOCK = "vllm_dcp_mla", "vllm"
 
 
-def result(configuration, given_scores):
-    spec = engine_of(configuration, Path("/m"), Limits(3136, TOKENS), None)
-    ranks = [rank(n, given_scores, spec.strict) for n in range(configuration.world)]
-    return EngineResult(spec, 30.0, ranks)
-
-
 @pytest.fixture
 def results():
-    """Of three engines, all as they should be."""
-    made = {
-        ONE.name: result(ONE, scores(0.01, 1)),
-        ONE.baseline(1).name: result(ONE.baseline(1), scores(0, 0)),
-        ONE.baseline(2).name: result(ONE.baseline(2), scores(0.01, 2)),
-    }
-    assert len(made) == 3
-    return made
+    return good_results()
 
 
 def judged(results, configuration=ONE):
@@ -89,8 +73,15 @@ def test_a_wait_of_ours_fails_and_one_of_stocks_does_not(results):
 
 
 def test_collectives_in_another_order_fail(results):
-    results[ONE.name].ranks[1]["collective_order"] = "acb"
-    assert problems(results) == ["the ranks' collectives differ; they called (12, 12) of them."]
+    results[ONE.name].ranks[1]["collectives"][3] = "broadcast"
+    (problem,) = problems(results)
+    assert problem.endswith("from number 4 on: rank 0 all_gather dcp:0 3; rank 1 broadcast.")
+
+
+def test_a_rank_that_calls_fewer_collectives_fails(results):
+    del results[ONE.name].ranks[0]["collectives"][-1]
+    (problem,) = problems(results)
+    assert problem.endswith("number 12 on: rank 0 nothing more; rank 1 all_gather dcp:0 11.")
 
 
 @pytest.mark.parametrize("mode", ["warn", None])
@@ -156,6 +147,16 @@ def test_hoppers_partial_results_have_the_planned_size(results, off):
         one["before"]["buffers"] = one["after"]["buffers"] = [["partial results", 64, size + off]]
     (case,) = (case for case in judged(results) if "partial results" in case.name)
     assert (case.ok, case.error) == (not off, off)
+
+
+def test_gathered_keys_have_the_planned_size(results):
+    pcp = replace(ONE, tp=1, pcp=2)
+    size = 64 * 576 * 2 * (3136 // 64 * 8)  # 8 requests, each of whole pages
+    results[pcp.name] = result(pcp, scores(0.01, 1))
+    for one in results[pcp.name].ranks:
+        one["before"]["buffers"] = one["after"]["buffers"] = [["gathered keys", 64, size]]
+    cases = [case for case in judged(results, pcp) if "gathered keys" in case.name]
+    assert [(case.ok, case.error) for case in cases] == [(True, 0)]
 
 
 def test_a_class_of_stocks_where_ours_is_to_serve_fails(results):
@@ -236,125 +237,3 @@ def test_json_has_the_fixed_keys_and_no_infinity(results):
     assert cases[2].error == float("inf")
     assert cases[2].as_json()["error"] is None
     assert cases[2].as_json()["drift"]["ratio"] is None
-
-
-@pytest.fixture
-def soaked(results):
-    for one in results[ONE.name].ranks:
-        distances = [[i, 0.005] for i in range(8)] * 3
-        one["soak"] = {
-            "distances": distances,
-            "aborted": 4,
-            "steps": 99,
-            "states": states(0, 5, 7, 7, 7),
-        }
-        del one["scores"]
-    return results
-
-
-def soak_cases(soaked):
-    cases = judge_soak(ONE, soaked)
-    for case in cases:
-        assert case.ok == (not case.problems), case
-    return cases
-
-
-def soak_problems(soaked):
-    return [problem for case in soak_cases(soaked) for problem in case.problems]
-
-
-def test_a_good_soak(soaked):
-    cases = soak_cases(soaked)
-    assert all(case.ok for case in cases)
-    assert cases[2].name == f"{ONE.name}: 24 requests in 99 steps, 3 preempted, 4 aborted"
-    assert cases[2].drift.prompts == 8
-
-
-@pytest.mark.parametrize(
-    ("held", "ranks", "what"),
-    [
-        ("allocated_bytes", "1", "what tensors hold"),
-        ("device_bytes", "01", "memory outside of torch"),
-    ],
-)
-def test_memory_that_is_held_more_of_in_the_second_half_fails(soaked, held, ranks, what):
-    for number in map(int, ranks):
-        seen = soaked[ONE.name].ranks[number]["soak"]["states"]
-        for state in seen[-2:]:
-            state[held] += 1
-    assert soak_problems(soaked) == [
-        f"rank {n}: {what} grew by 1 bytes in the second half, of which 0 are accepted."
-        for n in ranks
-    ]
-
-
-@pytest.mark.parametrize("held", ["allocated_bytes", "device_bytes"])
-def test_memory_that_comes_and_goes_is_no_growth(soaked, held):
-    for one in soaked[ONE.name].ranks:
-        one["soak"]["states"][-1][held] += 1
-    assert not soak_problems(soaked)
-
-
-@pytest.mark.parametrize(("segments", "good"), [(1, True), (2, False)])
-def test_torch_may_keep_one_segment_more(soaked, segments, good):
-    size = segments * (20 << 20)
-    for one in soaked[ONE.name].ranks:
-        one["soak"]["states"][-1]["reserved_bytes"] += size
-        one["soak"]["states"][-1]["device_bytes"] += 2 * size  # both ranks' are on one GPU
-    expected = f"what torch keeps grew by {size:,} bytes in the second half"
-    assert all(expected in problem for problem in soak_problems(soaked))
-    assert (not soak_problems(soaked)) == good
-
-
-def test_ranks_on_gpus_of_their_own_are_looked_at_alone(soaked):
-    for number, one in enumerate(soaked[ONE.name].ranks):
-        for state in one["soak"]["states"]:
-            state["gpu"] = str(number)
-        last = one["soak"]["states"][-1]
-        last["reserved_bytes"] += 1
-        last["device_bytes"] += 1
-    assert not soak_problems(soaked)
-
-
-def test_a_soak_too_short_to_show_growth_fails(soaked):
-    for one in soaked[ONE.name].ranks:
-        one["soak"]["states"] = one["soak"]["states"][-3:]
-    assert soak_problems(soaked) == ["2 rounds show no growth; soak for longer."]
-
-
-def test_a_buffer_that_moved_in_between_fails(soaked):
-    soaked[ONE.name].ranks[0]["soak"]["states"][2]["buffers"] = [["workspace", 4097, WORKSPACE]]
-    assert soak_problems(soaked) == ["rank 0: buffers moved."]
-
-
-def test_no_preemption_no_abort_and_no_answer_fail(soaked):
-    for one in soaked[ONE.name].ranks:
-        one["metrics"]["preemptions"] = 0
-        one["soak"] |= {"aborted": 0, "distances": []}
-    assert soak_problems(soaked) == [
-        "no request was served to its end; the soak must see some.",
-        "no request was preempted; the soak must see some.",
-        "no request was aborted; the soak must see some.",
-    ]
-
-
-def test_answers_that_depend_on_the_company_fail(soaked):
-    for one in soaked[ONE.name].ranks:
-        one["soak"]["distances"] = [[i, 0.03] for i in range(8)]
-    (problem,) = soak_problems(soaked)
-    assert problem.startswith("in company, log-probabilities are ")
-
-
-def test_a_soak_whose_baseline_is_no_number_fails(soaked):
-    soaked[ONE.baseline(2).name].ranks[0]["scores"][3][0][0] = float("nan")
-    (problem,) = soak_problems(soaked)
-    assert problem == ("TP2 is not comparable with TP1: prompt 3: a log-probability is not finite.")
-
-
-def test_failed_engines_of_a_soak_are_named(soaked):
-    for name in (ONE.name, ONE.baseline(1).name):
-        soaked[name] = EngineResult(soaked[name].spec, 5.0, failure="it broke")
-    assert [case.name for case in judge_soak(ONE, soaked)] == [
-        f"{ONE.name}: runs",
-        f"{ONE.baseline(1).name}: runs",
-    ]

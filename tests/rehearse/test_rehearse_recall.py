@@ -78,9 +78,24 @@ def model(toy, tmp_path):
 
 def keep(model, choose, *, whole=True):
     """An engine that chose keys by ``choose(scores)`` for the last queries of the second prompt."""
+    from vllm_dcp_mla.rehearse.kept import Kept
+
+    return Kept.of(spec(), [named(model, choose, whole=whole)])
+
+
+def spec():
+    from vllm_dcp_mla.rehearse.engine import EngineSpec
+
+    return EngineSpec(
+        name="x", model="/m", max_model_len=64, max_num_batched_tokens=64, kv_cache_bytes=1,
+        utilization=0.5,
+    )  # fmt: skip
+
+
+def named(model, choose, *, whole=True):
+    """What such an engine's one rank kept, by name."""
     import torch
 
-    from vllm_dcp_mla.rehearse.engine import EngineSpec
     from vllm_dcp_mla.rehearse.indexer_reference import load_indexer
 
     hidden = torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -94,13 +109,7 @@ def keep(model, choose, *, whole=True):
         tensors[f"1/{layer}/selected/43"] = torch.arange(TOPK).int()
         if whole:
             tensors[f"1/{layer}/hidden/0"] = hidden.clone()
-    from vllm_dcp_mla.rehearse.kept import Kept
-
-    spec = EngineSpec(
-        name="x", model="/m", max_model_len=64, max_num_batched_tokens=64, kv_cache_bytes=1,
-        utilization=0.5,
-    )  # fmt: skip
-    return Kept(spec, [tensors])
+    return tensors
 
 
 @pytest.mark.vllm
@@ -129,13 +138,12 @@ def test_the_reference_judges_by_the_engines_own_hidden_states(model):
 def test_engines_by_name(model, tmp_path):
     from safetensors.torch import save_file
 
-    right = keep(model, lambda row: row.topk(TOPK).indices)
-    save_file(right.ranks[0], tmp_path / "kept")
+    save_file(named(model, lambda row: row.topk(TOPK).indices), tmp_path / "kept")
     ranks = [{"record": str(tmp_path / "kept")}]
     results = {
-        "tp1": SimpleNamespace(spec=right.spec, ranks=ranks),
-        "ours": SimpleNamespace(spec=right.spec, ranks=ranks),
-        "broken": SimpleNamespace(spec=right.spec, ranks=[]),
+        "tp1": SimpleNamespace(spec=spec(), ranks=ranks),
+        "ours": SimpleNamespace(spec=spec(), ranks=ranks),
+        "broken": SimpleNamespace(spec=spec(), ranks=[]),
     }
     found = recall.of_engines(results, dict.fromkeys(results, "tp1"), PROMPTS, model)
     assert list(found) == ["tp1", "ours"]

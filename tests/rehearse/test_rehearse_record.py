@@ -160,13 +160,13 @@ def test_ranks_put_together_are_the_prompt(tmp_path, sizes, ranks):
 
 def test_a_prompt_in_several_steps():
     recorder = serve(Made(), spec(), None, RECORDING, steps=[[(0, 4)], [(4, 9)], [(9, 10)]])
-    kept = Kept(spec(), [recorder.tensors])
+    kept = Kept.of(spec(), [recorder.tensors])
     assert torch.equal(kept.hidden(0, 1, LENGTH), Made().hidden)
     assert torch.equal(
         kept.index_keys(0, 1, LENGTH, DIM), Made().keys.float() * Made().scales[:, None]
     )
     without = serve(Made(), spec(), None, RECORDING, steps=[[(0, 4)], [(9, 10)]])
-    assert Kept(spec(), [without.tensors]).hidden(0, 1, LENGTH) is None, "a part was cached"
+    assert Kept.of(spec(), [without.tensors]).hidden(0, 1, LENGTH) is None, "a part was cached"
 
 
 def test_only_selections_are_kept_of_other_prompts_and_nothing_of_the_mtp_layer():
@@ -216,7 +216,7 @@ def test_spans():
 def test_ranks_that_disagree_are_named():
     first, second = (serve(Made(), spec(), WHOLE[0], RECORDING).tensors for _ in range(2))
     second["0/1/selected/5"] = second["0/1/selected/5"].flip(0)
-    kept = Kept(spec(tp=2), [first, second])
+    kept = Kept.of(spec(tp=2), [first, second])
     assert kept.disagreements() == [], "order is no matter"
     second["0/1/selected/5"][0] = 99
     assert kept.disagreements() == [(0, 1, 5)]

@@ -6,12 +6,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from rehearse_results import rank, scores, states
+from rehearse_results import held, rank, scores, states
 from rich.console import Console
 
 from vllm_dcp_mla.models import UnservedModelError
 from vllm_dcp_mla.rehearse import rehearsal, report
 from vllm_dcp_mla.rehearse.checkpoint import RehearsalModel
+from vllm_dcp_mla.rehearse.config import small_config
 from vllm_dcp_mla.rehearse.configuration import Configuration, cover
 from vllm_dcp_mla.rehearse.faults import FAULTS
 from vllm_dcp_mla.rehearse.machine import LocalGpu, Machine, MachineError
@@ -37,9 +38,11 @@ class Stage:
         self.breaks, self.drifts, self.raises = set(), 1.0, None
         self.written = []
 
-    def write(self, model, folder, *, index_topk=None, seed=0):
+    def write(self, model, folder, *, index_topk=None, max_model_len, seed=0):
         folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_text("large")
+        config = small_config("glm-5.2", index_topk=index_topk)
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         self.written.append((model, index_topk))
         return RehearsalModel(
             *(Path(model).name, folder, "GlmMoeDsaForCausalLM", 3, (2,), 64),
@@ -66,6 +69,7 @@ class Stage:
             said = scores(noise, len(results), len(requests.prompts))
             ranks = [rank(n, said, spec.strict) for n in range(spec.world)]
             for one in ranks:
+                one["held"] = held(spec)
                 if requests.soak is not None:
                     one["soak"] = {
                         "distances": [[0, 0.001]],
@@ -103,7 +107,8 @@ def test_a_good_run_leaves_no_folder(stage, tmp_path):
     outcome = outcome_of()
     assert outcome.ok
     assert [case.name.removeprefix(ONE.name) for case in outcome.cases] == [
-        *(": runs", ": workspace", ": to 512 tokens", ": to 1536 tokens", ": to 3072 tokens")
+        *(": runs", ": workspace", ": to 512 tokens", ": to 1536 tokens", ": to 3072 tokens"),
+        ": memory against plan",
     ]
     assert list(stage.specs) == [ONE.baseline(1).name, ONE.baseline(2).name, ONE.name]
     assert stage.private
@@ -223,6 +228,7 @@ def test_a_soak_crowds_the_cache_and_lasts_longer(stage):
     assert stage.arguments["engine_seconds"] == 180
     assert stage.arguments["placement"].capacity == 2, "nothing else runs beside it"
     assert outcome.ok
+    assert f"{ONE.name}: memory against plan" in {case.name for case in outcome.cases}
 
 
 def rendered(outcome, on):
@@ -239,10 +245,11 @@ def test_the_table_names_the_machine_and_each_case(stage):
     assert "H200; torch 2.12, vllm None" in text
     for case in outcome.cases:
         assert case.name in text
-    assert text.count("good") == 5 + 1
+    assert text.count("good") == 6 + 1
     assert "WRONG" not in text
     assert f"{ONE.name} ran vllm_dcp_mla.backends.trtllm.Impl (reference)." in text
-    assert "5 of 5 cases are good, in 0 s." in text
+    assert "6 of 6 cases are good, in " in text
+    assert f"{ONE.name}: memory against plan: compared to the byte: " in text
 
 
 def test_the_table_says_what_is_wrong_and_where_the_logs_are(stage):
@@ -273,6 +280,23 @@ def test_json_names_the_problems_and_logs_of_a_bad_run(stage):
     said = report.as_json(outcome_of(), machine())
     assert (said["ok"], said["problems"], said["logs"]) == (False, ["it broke"], str(stage.folder))
     assert said["engines"][ONE.name] == {"ran": None, "seconds": 3.0}
+
+
+def test_memory_that_differs_is_named(stage, monkeypatch):
+    real = stage.run
+
+    def run(specs, folder, **arguments):
+        results = real(specs, folder, **arguments)
+        results[ONE.name].ranks[1]["held"]["lines"]["block_tables"] += 4
+        return results
+
+    monkeypatch.setattr(rehearsal.schedule, "run", run)
+    said = report.as_json(outcome_of(), machine())
+    (problem,) = said["problems"]
+    assert problem.startswith("runner's block tables (block_tables): rank 1 holds ")
+    (case,) = [case for case in said["cases"] if not case["ok"]]
+    (line,) = [line for line in case["lines"] if line["key"] == "block_tables"]
+    assert list(line["held"]) == [line["planned"], line["planned"] + 4]
 
 
 def test_what_was_not_rehearsed(stage):

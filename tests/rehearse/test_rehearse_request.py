@@ -20,7 +20,7 @@ def raw(**more):
 
 def more(**given):
     usual = {"mtp": "0", "graphs": "none", "index_topk": "", "ranks_per_gpu": "auto"}
-    rest = {"time_limit": "600", "fault": "", "soak": "0", "cover": False}
+    rest = {"time_limit": "600", "long_prompt": "0", "fault": "", "soak": "0", "cover": False}
     return RawRehearsal(**{**usual, **rest, **given})
 
 
@@ -40,7 +40,7 @@ def test_the_usual_flags():
     options = read.options
     assert (read.mtp, read.graphs, read.cover) == (0, "none", False)
     assert (options.index_topk, options.ranks_per_gpu, options.engine_seconds) == (None, None, 600)
-    assert (options.fault, options.soak_seconds) == (None, None)
+    assert (options.fault, options.soak_seconds, options.long_tokens) == (None, None, 0)
     assert options.max_num_batched_tokens == 8192
 
 
@@ -52,6 +52,7 @@ def test_every_flag_arrives():
     assert (options.ranks_per_gpu, options.engine_seconds) == (4, 90)
     assert options.max_num_batched_tokens == 4096
     assert read_rehearsal(raw(), more(soak="8")).options.soak_seconds == 480
+    assert read_rehearsal(raw(), more(long_prompt="131072")).options.long_tokens == 131072
     for name, fault in FAULTS.items():
         assert read_rehearsal(raw(), more(fault=name)).options.fault is fault
     for topk in INDEX_TOPK:
@@ -64,6 +65,7 @@ def test_every_flag_arrives():
         ("--mtp", "mtp", ["-1", "9", "x", "", "1.5"]),
         ("--time-limit", "time_limit", ["9", "86401", "ten", "-600", "nan"]),
         ("--soak", "soak", ["-1", "1441", "x"]),
+        ("--long-prompt", "long_prompt", ["-1", "1048577", "x"]),
         ("--ranks-per-gpu", "ranks_per_gpu", ["0", "65", "-2", "Auto"]),
         ("--graphs", "graphs", ["", "eager", "FULL"]),
         ("--index-topk", "index_topk", ["2047", "x", "-512"]),
@@ -110,6 +112,22 @@ def test_a_soak_and_a_fault_exclude_each_other():
     assert error.problems == ["--soak and --break are both given; leave one out."]
 
 
+@pytest.mark.parametrize("other", [{"soak": "1"}, {"fault": "port-taken"}])
+def test_a_long_prompt_goes_with_a_comparison_only(other):
+    error = refused(long_prompt="4096", **other)
+    assert error.exit_code == IMPOSSIBLE
+    assert "--long-prompt" in error.problems[0]
+
+
+def test_a_prompt_longer_than_the_model_serves_is_refused():
+    error = refused(raw(model="deepseek-v3.2"), long_prompt="163840")
+    (problem,) = error.problems
+    assert problem == (
+        "--long-prompt 163840 needs a context of 163904 tokens, and deepseek-v3.2 has 163840; "
+        "give a shorter one."
+    )
+
+
 def test_a_request_is_rehearsed_with_and_without_dense_prefill():
     read = read_rehearsal(raw(kv_cache_dtype="bfloat16"), more(mtp="1", graphs="full"))
     sparse, dense = read.configurations(machine((9, 0)), "reference")
@@ -140,6 +158,20 @@ def test_hopper_is_rehearsed_with_its_own_class_and_what_vllm_selects_without_dc
     ]
     assert [engine.backend for engine in engines] == [None, None]
     assert len(read_rehearsal(raw(), more(cover=True)).configurations(machine((9, 0)), "auto")) > 4
+
+
+@pytest.mark.parametrize(("arch", "kernel"), [((9, 0), "auto"), ((9, 0), "reference")])
+@pytest.mark.parametrize("sizes", [("1", "2", "2"), ("2", "2", "2"), ("2", "2", "4")])
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
+def test_pcp_with_dcp_is_rehearsed_on_our_classes_with_the_exchange_it_needs(
+    arch, kernel, sizes, cache
+):
+    tp, pcp, dcp = sizes
+    flags = {"tp": tp, "pcp": pcp, "dcp": dcp, "kv_cache_dtype": cache}
+    sparse, _ = read_rehearsal(raw(**flags), more()).configurations(machine(arch), kernel)
+    assert (sparse.pcp, sparse.comm, sparse.ours) == (int(pcp), "ag_rs", True)
+    with pytest.raises(RequestError, match="PCP with DCP needs --dcp-comm-backend ag_rs, got a2a"):
+        read_rehearsal(raw(**flags, comm="a2a"), more()).configurations(machine(arch), kernel)
 
 
 @pytest.mark.parametrize(

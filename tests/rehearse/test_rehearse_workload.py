@@ -86,6 +86,17 @@ def test_short_and_long_prompts_meet_in_one_batch():
     assert len(set(first)) == 3
 
 
+def test_long_prompts_come_last_and_fit():
+    made = prompts(512, 2048, 2, long_tokens=131072)
+    assert made[:-2] == prompts(512, 2048, 2)
+    assert [(p.length_class, len(p.tokens), p.wave) for p in made[-2:]] == [
+        ("of 131072", 131072, 2)
+    ] * 2
+    assert made[-1].tokens != made[-2].tokens
+    assert max_model_len(512, 131072) >= 131072 + workload.GENERATED_TOKENS
+    assert max_model_len(512, 100) == max_model_len(512)
+
+
 def test_a_class_of_seven_is_refused():
     with pytest.raises(ValueError, match="per_class is 7; a class needs 8"):
         prompts(512, VOCAB_SIZE, 2, per_class=7)

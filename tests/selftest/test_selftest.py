@@ -1,11 +1,10 @@
 import contextlib
-import io
 import json
 
 import pytest
 
 torch = pytest.importorskip("torch")
-from release_marks import RELEASE, serves_hopper  # noqa: E402
+from release_marks import RELEASE, gathers_here, serves_hopper  # noqa: E402
 from vllm_dcp_mla.cli.main import main  # noqa: E402
 from vllm_dcp_mla.compat.releases import RELEASES  # noqa: E402
 from vllm_dcp_mla.selftest import world  # noqa: E402
@@ -17,7 +16,11 @@ from vllm_dcp_mla.selftest.batch import (  # noqa: E402
     make_batch,
     shard_cache,
 )
-from vllm_dcp_mla.selftest.faults import FAULTS  # noqa: E402
+from vllm_dcp_mla.selftest.faults import (  # noqa: E402
+    FAULTS,
+    PCP_FAULTS,
+    SPANNING_FAULTS,
+)
 from vllm_dcp_mla.selftest.observe import Builds  # noqa: E402
 from vllm_dcp_mla.selftest.run import ERROR_LIMIT, _judge  # noqa: E402
 from vllm_dcp_mla.topology import local_seq_lens  # noqa: E402
@@ -73,6 +76,11 @@ def test_expected_output_of_one_key_is_its_latent():
         (["--break", "everything"], 2, "--break is 'everything'"),
         (["--gpu", "a100"], 2, "--gpu is 'a100'"),
         (["--device", "tpu"], 2, "--device is 'tpu'"),
+        (["--pcp", "two"], 2, "--pcp is 'two'"),
+        (["--pcp", "4", "--dcp", "2"], 1, "--decode-context-parallel-size is 2"),
+        (["--tp", "8", "--pcp", "4", "--dcp", "4"], 1, "--tp 8 and --pcp 4 are 32 ranks"),
+        (["--break", "lost-range"], 1, "lost-range, which shows with PCP only"),
+        (["--pcp", "2", "--break", "group-order"], 1, "needs --tp 2 --pcp 2 --dcp 4"),
         (["--tp", "8", "--dcp", "3"], 1, "--decode-context-parallel-size is 3"),
         (["--ranks", "0"], 1, "is 0"),
         (["--ranks", "1"], 1, "--dcp is 1"),
@@ -98,10 +106,12 @@ def test_an_interleave_that_a_release_refuses_is_said(capsys, monkeypatch):
 
 
 @pytest.mark.vllm
-def test_a_gpu_whose_class_is_stocks_with_a_release_is_refused(capsys, monkeypatch):
+def test_what_a_release_leaves_to_stock_is_refused(capsys, monkeypatch):
     monkeypatch.setattr("vllm_dcp_mla.cli.selftest.installed_release", lambda: RELEASES[-2])
     assert main(["selftest", "--gpu", "h200"]) == 1
     assert "FLASH_ATTN_MLA_SPARSE is stock's with vLLM 0.32" in capsys.readouterr().err
+    assert main(["selftest", "--pcp", "2"]) == 1
+    assert "PCP with DCP is not served with vLLM 0.32" in capsys.readouterr().err
 
 
 def run(*arguments):
@@ -118,10 +128,12 @@ def run(*arguments):
 
 
 def answer_of(rank, num_ranks, folder, arguments):
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        status = main(["selftest", "--json", *arguments])
-    return status, json.loads(said.getvalue())
+    # A file, since vLLM asks for the descriptor of standard output.
+    with (folder / "said").open("w+") as said:
+        with contextlib.redirect_stdout(said):
+            status = main(["selftest", "--json", *arguments])
+        said.seek(0)
+        return status, json.load(said)
 
 
 def run_forked(*arguments):
@@ -142,7 +154,7 @@ def run_forked(*arguments):
 )
 def test_every_case_agrees(arguments, how):
     status, answer = how(*arguments)
-    assert status == 0
+    assert status == 0, answer
     assert answer["ok"]
     # Two exchanges, and both interleaves where the indexer takes them.
     assert len(answer["cases"]) == 7 * (3 if RELEASE.interleaves else 2)
@@ -153,6 +165,35 @@ def test_every_case_agrees(arguments, how):
         assert case["collectives"][0] in (3, 4)
         assert case["syncs"] is None
         assert case["late_compiles"] is None
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@gathers_here
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--pcp", "2", "--dcp", "2"),
+        ("--pcp", "2", "--dcp", "2", "--gpu", "h200"),
+        ("--pcp", "4", "--dcp", "4"),
+        ("--tp", "2", "--pcp", "2", "--dcp", "4"),
+    ],
+)
+def test_every_case_with_pcp_agrees(arguments):
+    status, answer = run(*arguments)
+    assert status == 0
+    assert len(answer["cases"]) == 24
+    ranges, whole = {}, {}
+    for case in answer["cases"]:
+        assert case["ok"]
+        assert 0 < case["error"] <= case["limit"]
+        assert len(set(case["collectives"])) == 1
+        name, _, how = case["name"].rstrip(")").partition(" (ag_rs, interleave 1, ")
+        {"in ranges": ranges, "whole": whole}.get(how, {})[name] = case["collectives"][0]
+    assert ranges.keys() == whole.keys()
+    # 1,999 keys come 128 at a time.
+    assert ranges["long context"] - whole["long context"] == 15
+    assert ranges["decode"] == whole["decode"]
 
 
 @pytest.mark.vllm
@@ -191,9 +232,19 @@ def test_one_rank_is_enough_to_fail_a_case(other, ok):
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_vllm")
 @pytest.mark.parametrize("gpu", ["b200", pytest.param("h200", marks=serves_hopper)])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=gathers_here if f in PCP_FAULTS else ()) for f in FAULTS]
+)
 def test_a_planted_fault_is_found(fault, gpu):
-    flags = ("--ranks", "2", "--interleave", "1", "--gpu", gpu)
+    ranks = ("--ranks", "2")
+    if fault in PCP_FAULTS:
+        ranks = ("--pcp", "2")
+    if fault in SPANNING_FAULTS:
+        ranks = ("--tp", "2", "--pcp", "2", "--dcp", "4")
+    flags = (*ranks, "--interleave", "1", "--gpu", gpu)
     status, answer = run_forked(*flags, "--break", fault)
     assert status == 1
     assert not answer["ok"]
+    # Found by comparing, not because something else went wrong.
+    assert not answer.get("problems"), answer
+    assert [case for case in answer["cases"] if not case["ok"]]

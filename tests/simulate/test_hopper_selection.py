@@ -1,11 +1,7 @@
 """What vLLM picks on an H200 that is not there, stock beside this package, in two processes."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+from asked import ask
 
 from release_marks import serves_hopper
 
@@ -22,49 +18,17 @@ FLASHMLA_SERVES = {
     ("glm-5.2", (8, 8)),
 }
 
-PROGRAM = """
-import json, sys
-from vllm_dcp_mla.models import load_config
-from vllm_dcp_mla.simulate import selection
-questions = json.load(sys.stdin)
-for model, tp, dcp, cache, backend in questions:
-    answer = selection._answer(selection.Question(
-        load_config(model), "h200", tp, 1, dcp, cache, backend=backend))
-    from vllm.v1.attention import selector
-    selector._cached_get_attn_backend.cache_clear()
-    print("ANSWER " + json.dumps(answer), flush=True)
-"""
 
-
-def ask(questions, **env):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM],
-        input=json.dumps(questions),
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            **env,
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    answers = [
-        json.loads(line.removeprefix("ANSWER "))
-        for line in done.stdout.splitlines()
-        if line.startswith("ANSWER ")
-    ]
-    assert len(answers) == len(questions), done.stderr[-3000:]
-    return answers
+def question(model, tp, dcp, cache, backend=None):
+    return {"model": model, "gpu": "h200", "tp": tp, "pcp": 1, "dcp": dcp,
+            "kv_cache_dtype": cache, "backend": backend}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def matrix():
     """Answers by model, sizes, cache: (stock's, ours)."""
     keys = [(m, s, c) for m in MODELS for s in SIZES for c in CACHES]
-    questions = [(m, *s, c, None) for m, s, c in keys]
+    questions = [question(m, *s, c) for m, s, c in keys]
     ours = ask(questions)
     stock = ask(questions, VLLM_DCP_MLA_DISABLE="1")
     return dict(zip(keys, zip(stock, ours, strict=True), strict=True))
@@ -97,8 +61,8 @@ def test_what_is_picked(matrix, model, sizes, cache):
 
 
 def test_the_alias_is_this_gpus_class_or_the_forced_kernels():
-    question = ("glm-5.2", 2, 2, "bfloat16", "DCP_MLA_SPARSE")
-    (auto,) = ask([question])
+    asked = question("glm-5.2", 2, 2, "bfloat16", "DCP_MLA_SPARSE")
+    (auto,) = ask([asked])
     assert auto["cls"] == "vllm_dcp_mla.backends.hopper.DcpFlashAttnMLASparseBackend"
-    (forced,) = ask([question], VLLM_DCP_MLA_KERNEL="reference")
+    (forced,) = ask([asked], VLLM_DCP_MLA_KERNEL="reference")
     assert forced["cls"] == "vllm_dcp_mla.backends.trtllm.DcpFlashInferMLASparseBackend"

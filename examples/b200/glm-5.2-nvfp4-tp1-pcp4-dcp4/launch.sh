@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GLM-5.2-NVFP4 on four B200: prefill and decode context parallel 4, on stock's FlashMLA class.
+# GLM-5.2-NVFP4 on four B200: prefill and decode context parallel 4.
 # Every value may be set in the environment; further flags are passed on.
 set -euo pipefail
 
@@ -12,7 +12,7 @@ TP=${TP:-1}
 PCP=${PCP:-4}
 DCP=${DCP:-4}
 DCP_COMM_BACKEND=${DCP_COMM_BACKEND:-ag_rs}
-KV_CACHE_DTYPE=${KV_CACHE_DTYPE:-fp8_ds_mla}
+KV_CACHE_DTYPE=${KV_CACHE_DTYPE:-fp8_e4m3}
 MAX_NUM_BATCHED_TOKENS=${MAX_NUM_BATCHED_TOKENS:-4096}
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-1048576}
 MAX_NUM_SEQS=${MAX_NUM_SEQS:-256}

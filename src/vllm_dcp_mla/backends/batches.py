@@ -32,6 +32,7 @@ def sparse_batch(
     cache_scale: float,
     dims: MlaDims,
     with_lse: bool,
+    out: torch.Tensor | None = None,
 ) -> SparseMlaBatch:
     """Tokens to attend, with memory for the results.
 
@@ -43,12 +44,16 @@ def sparse_batch(
         block_size: rows of a block.
         softmax_scale, query_scale, cache_scale, dims: as the batch has them.
         with_lse: whether the LSE is wanted.
+        out: ``[T, H, kv_lora_rank]`` bf16 to write to; None makes one.
     """
     rows, block_stride = flat_kv_row_view(kv_cache, block_size)
     tokens, heads, _ = query.shape
     lse = None
     if with_lse:
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
+    if out is None:
+        shape = (tokens, heads, dims.kv_lora_rank)
+        out = torch.empty(shape, dtype=torch.bfloat16, device=query.device)
     return SparseMlaBatch(
         query=query,
         cache_rows=rows,
@@ -59,8 +64,6 @@ def sparse_batch(
         query_scale=query_scale,
         cache_scale=cache_scale,
         dims=dims,
-        out=torch.empty(
-            tokens, heads, dims.kv_lora_rank, dtype=torch.bfloat16, device=query.device
-        ),
+        out=out,
         lse=lse,
     )

@@ -62,6 +62,8 @@ class DcpFlashAttnMLASparseFA4Backend(
 ):
     """FLASH_ATTN_MLA_SPARSE_FA4 on SM100 under DCP; it shares the workspace."""
 
+    stock_refuses_pcp_with_dcp = True
+
     @staticmethod
     def get_impl_cls() -> type[DcpFlashAttnMLASparseFA4Impl]:
         """The implementation vLLM builds for each layer."""

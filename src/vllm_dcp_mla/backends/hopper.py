@@ -6,6 +6,7 @@ query packed and in bf16, and dequantises a cache in the kernel.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +14,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
     FlashAttnMLASparseBackend,
     FlashAttnMLASparseMetadata,
@@ -30,6 +32,7 @@ from ..settings import load_settings
 from ..warmup import warm
 from .batches import packed, sparse_batch
 from .implementation import DcpImplMixin
+from .pcp import GatherBuilderMixin, GatherFields, PcpGatherMixin
 from .refusing import CapabilityTableMixin
 
 if TYPE_CHECKING:
@@ -41,7 +44,9 @@ logger = init_logger("vllm.dcp_mla.hopper")
 _FULL_STEPS = ("flashmla", "flash_attn3")
 
 
-class DcpFlashAttnMLASparseImpl(DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
+class DcpFlashAttnMLASparseImpl(
+    PcpGatherMixin, DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
+):
     """A kernel that splits keys for small steps, the fastest that takes the shape for others."""
 
     supports_dcp = True
@@ -65,14 +70,13 @@ class DcpFlashAttnMLASparseImpl(DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASp
             dims=MlaDims(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim),
         )
         device = device_buffer.kernel_device()
-        sms = device_buffer.num_sms(device)
-        forced = load_settings(config.additional_config).kernel
-        rows = self._shape.topk // config.parallel_config.decode_context_parallel_size
-        tilings = tilings_of(heads, rows)
-        self._small, self._full = _choose_kernels(self._shape, forced, sms, rows)
-        self.kernel_names = tuple(dict.fromkeys((self._small.name, self._full.name)))
-        # Up to this many tokens all thread blocks run at once, and keys can be split.
-        self._small_tokens = most_split_tokens(heads, sms, tilings)
+        self._num_sms = device_buffer.num_sms(device)
+        self._forced = load_settings(config.additional_config).kernel
+        # Keys of a token that this rank holds, about.
+        self._rows = self._shape.topk // config.parallel_config.decode_context_parallel_size
+        self._kernels = {heads: self._choose_kernels(heads)}
+        self.kernel_names = self._kernels[heads].names
+        tilings = {t: None for n in (heads, self.num_heads) for t in tilings_of(n, self._rows)}
         self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
         triton_decode.warm_up(
             self._shape.cache_dtype, self._shape.dims, tilings, partial(warm, config, device)
@@ -80,7 +84,8 @@ class DcpFlashAttnMLASparseImpl(DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASp
         sleep.install()
         _register_indexer_kernels(config)
         flat_cache.install(DcpFlashAttnMLASparseBackend)
-        self._join_ranks(config, heads=heads)
+        self._init_gather()
+        self._join_ranks(config, heads=heads, gather_rows=self.gather_rows)
 
     def _forward_mqa_kernel(
         self,
@@ -93,41 +98,103 @@ class DcpFlashAttnMLASparseImpl(DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASp
         block_size: int,
         is_decode: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
+
+    def _attend(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+        topk_indices: torch.Tensor,
+        counts: torch.Tensor,
+        layer: AttentionLayer,
+        block_size: int,
+        *,
+        out: torch.Tensor | None = None,
+        with_lse: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attends T tokens.
+
+        Args:
+            q: ``[T, H, D]``, or its latent and rotary parts.
+            kv_cache: ``[blocks, block_size, D]``, block strides of whole rows.
+            topk_indices: ``[T, K]`` int32 physical rows, valid ones first.
+            counts: ``[T]`` int32.
+            layer: holds the checkpoint's scales.
+            block_size: rows of a block.
+            out: ``[T, H, kv_lora_rank]`` bf16 to write to; None makes one.
+            with_lse: whether the LSE is wanted under DCP.
+
+        Returns:
+            ``out [T, H, kv_lora_rank]`` bf16 and, where wanted, ``lse [T, H]`` float32, natural.
+        """
         query = packed(q)
         batch = sparse_batch(
             query,
             kv_cache.view(self._shape.cache_dtype),
             topk_indices,
-            valid_counts,
+            counts,
             block_size=block_size,
             softmax_scale=self.scale,
             query_scale=1.0,
             # A checkpoint may hold scales that a bf16 cache was never quantised with.
             cache_scale=layer._k_scale_float if self._is_quantized else 1.0,
             dims=self._shape.dims,
-            with_lse=self.need_to_return_lse_for_decode,
+            with_lse=with_lse and self.need_to_return_lse_for_decode,
+            out=out,
         )
-        if query.shape[0]:
-            kernel = self._small if query.shape[0] <= self._small_tokens else self._full
+        tokens, heads, _ = query.shape
+        if heads not in self._kernels:  # prefill rows under PCP have this rank's heads only
+            self._kernels[heads] = self._choose_kernels(heads)
+        if tokens:
+            kernel = self._kernels[heads].of(tokens)
             kernel.launch(batch, self._buffers)
             if not kernel.clears_empty_rows:
                 clear_empty_rows(batch.out, batch.lse, batch.counts)
         return batch.out, batch.lse
 
+    def _choose_kernels(self, heads: int) -> Kernels:
+        """The kernels of launches of a number of heads."""
+        shape = replace(self._shape, heads=heads)
+        return choose_kernels(shape, self._forced, self._num_sms, self._rows)
 
-def _choose_kernels(
-    shape: LaunchShape, forced: str, num_sms: int, rows: int
-) -> tuple[SparseMlaKernel, SparseMlaKernel]:
-    """The kernels of small steps and of those that fill the GPU.
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of steps up to ``small_tokens`` tokens and of those that fill the GPU."""
+
+    small: SparseMlaKernel
+    full: SparseMlaKernel
+    small_tokens: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of both, each once."""
+        return tuple(dict.fromkeys((self.small.name, self.full.name)))
+
+    def of(self, tokens: int) -> SparseMlaKernel:
+        """The kernel of a step of so many tokens."""
+        return self.small if tokens <= self.small_tokens else self.full
+
+
+def choose_kernels(shape: LaunchShape, forced: str, num_sms: int, rows: int) -> Kernels:
+    """The kernels of launches of a shape.
+
+    Args:
+        shape: of the launches.
+        forced: the only kernel to use, or ``auto``.
+        num_sms: multiprocessors.
+        rows: keys that a token is expected to have here.
 
     Raises:
         ValueError: the forced kernel does not take the shape.
     """
+    # Up to this many tokens all thread blocks run at once, and keys can be split.
+    small_tokens = most_split_tokens(shape.heads, num_sms, tilings_of(shape.heads, rows))
     if forced != "auto":
         kernel = load_kernel(forced, num_sms=num_sms, rows=rows)
         if (reason := kernel.supports(shape)) is not None:
             raise ValueError(f"The forced kernel {forced} does not serve this model: {reason}.")
-        return kernel, kernel
+        return Kernels(kernel, kernel, small_tokens)
     splitting = load_kernel("triton_decode", num_sms=num_sms, rows=rows)
     for name in _FULL_STEPS:
         try:
@@ -136,8 +203,8 @@ def _choose_kernels(
             logger.info_once("Not used: %s", str(error))
             continue
         if kernel.supports(shape) is None:
-            return splitting, kernel
-    return splitting, splitting
+            return Kernels(splitting, kernel, small_tokens)
+    return Kernels(splitting, splitting, small_tokens)
 
 
 def _register_indexer_kernels(vllm_config: Any) -> None:
@@ -151,8 +218,25 @@ def _register_indexer_kernels(vllm_config: Any) -> None:
     indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL.register_warmup()
 
 
-class DcpFlashAttnMLASparseBuilder(FlashAttnMLASparseMetadataBuilder):
+@dataclass
+class DcpFlashAttnMLASparseMetadata(FlashAttnMLASparseMetadata, GatherFields):
+    """Stock's metadata, and what prefill rows gather under PCP."""
+
+
+class DcpFlashAttnMLASparseBuilder(GatherBuilderMixin, FlashAttnMLASparseMetadataBuilder):
     """Metadata of FLASH_ATTN_MLA_SPARSE."""
+
+    metadata_cls = DcpFlashAttnMLASparseMetadata
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Stock's, but no full graphs of MTP's verification; vLLM says so and goes without.
+
+        At TP4 DCP2 on an H200 the replay of one read memory that is not there; why is not known.
+        """
+        if vllm_config.speculative_config is not None:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def _init_reorder_batch_threshold(
         self,

@@ -20,8 +20,9 @@ def current_settings() -> Settings:
 class CapabilityTableMixin:
     """Asks the capability table first, then the stock class that it is mixed into."""
 
-    #: Whether the stock class refuses DCP as such: then the table alone answers.
+    #: Whether the stock class refuses DCP as such, or with PCP: then the table alone answers.
     stock_refuses_dcp: ClassVar[bool] = False
+    stock_refuses_pcp_with_dcp: ClassVar[bool] = False
 
     @classmethod
     def supports_combination(
@@ -47,7 +48,8 @@ class CapabilityTableMixin:
                 return str(error)
             deployment = deployment_of(config, kv_cache_dtype, device_capability, kernel=kernel)
             reason = capability.explain(cls.get_name(), deployment)  # type: ignore[attr-defined]
-            if reason is not None or deployment.any_device or cls.stock_refuses_dcp:
+            alone = cls.stock_refuses_dcp or (cls.stock_refuses_pcp_with_dcp and deployment.pcp > 1)
+            if reason is not None or deployment.any_device or alone:
                 return reason
         return super().supports_combination(  # type: ignore[misc]
             head_size,

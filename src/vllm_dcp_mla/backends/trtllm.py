@@ -7,12 +7,14 @@ are split along tokens, so that a bounded workspace, made while the model loads,
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import (
     FlashInferMLASparseImpl,
+    FlashInferMLASparseMetadata,
     FlashInferMLASparseMetadataBuilder,
     FlashInferMLASparseTRTLLMBackend,
     FlashInferMLASparseTRTLLMMetadataBuilder,
@@ -29,6 +31,7 @@ from ..settings import load_settings, user_workspace_bytes
 from ..workspace import WorkspacePlan
 from .batches import packed, sparse_batch
 from .implementation import DcpImplMixin
+from .pcp import GatherBuilderMixin, GatherFields, PcpGatherMixin
 from .refusing import CapabilityTableMixin, current_settings
 
 if TYPE_CHECKING:
@@ -38,8 +41,8 @@ if TYPE_CHECKING:
 _Hook: Any = load_adapter().KernelHook
 
 
-class SplitLaunchImpl(_Hook, DcpImplMixin, FlashInferMLASparseImpl):
-    """Stock's implementation with the kernel call replaced."""
+class SplitLaunchImpl(PcpGatherMixin, _Hook, DcpImplMixin, FlashInferMLASparseImpl):
+    """Stock's implementation with the kernel call replaced, and prefill rows under PCP."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,7 +57,13 @@ class SplitLaunchImpl(_Hook, DcpImplMixin, FlashInferMLASparseImpl):
         heads = self._kernel_heads(config)
         self._buffers, plan = self._acquire(heads)
         self._plans = {heads: plan}
-        self._join_ranks(config, heads=heads, tokens_per_launch=plan.tokens_per_launch)
+        self._init_gather()
+        self._join_ranks(
+            config,
+            heads=heads,
+            tokens_per_launch=plan.tokens_per_launch,
+            gather_rows=self.gather_rows,
+        )
         sleep.install()
         empty_mask.install()
 
@@ -75,6 +84,9 @@ class SplitLaunchImpl(_Hook, DcpImplMixin, FlashInferMLASparseImpl):
         counts: torch.Tensor,
         layer: AttentionLayer,
         block_size: int,
+        *,
+        out: torch.Tensor | None = None,
+        with_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attends T tokens.
 
@@ -85,9 +97,11 @@ class SplitLaunchImpl(_Hook, DcpImplMixin, FlashInferMLASparseImpl):
             counts: ``[T]`` int32.
             layer: holds the checkpoint's scales.
             block_size: rows of a block.
+            out: ``[T, H, kv_lora_rank]`` bf16 to write to; None makes one.
+            with_lse: whether the LSE is wanted under DCP.
 
         Returns:
-            ``out [T, H, kv_lora_rank]`` bf16 and, under DCP, ``lse [T, H]`` float32 in the base
+            ``out [T, H, kv_lora_rank]`` bf16 and, where wanted, ``lse [T, H]`` float32 in the base
             that this class declares.
         """
         query = packed(q)
@@ -103,7 +117,8 @@ class SplitLaunchImpl(_Hook, DcpImplMixin, FlashInferMLASparseImpl):
             query_scale=layer._q_scale_float if quantized else 1.0,
             cache_scale=layer._k_scale_float if quantized else 1.0,
             dims=self._dims,
-            with_lse=self.need_to_return_lse_for_decode,
+            with_lse=with_lse and self.need_to_return_lse_for_decode,
+            out=out,
         )
         heads, lse = query.shape[1], batch.lse
         if heads not in self._plans:
@@ -114,8 +129,15 @@ class SplitLaunchImpl(_Hook, DcpImplMixin, FlashInferMLASparseImpl):
         return batch.out, lse
 
 
-class NoSlabBuilder(FlashInferMLASparseTRTLLMMetadataBuilder):
+@dataclass
+class DcpFlashInferMLASparseMetadata(FlashInferMLASparseMetadata, GatherFields):
+    """Stock's metadata, and what prefill rows gather under PCP."""
+
+
+class NoSlabBuilder(GatherBuilderMixin, FlashInferMLASparseTRTLLMMetadataBuilder):
     """Stock's builder without the workspace it allocates under DCP."""
+
+    metadata_cls = DcpFlashInferMLASparseMetadata
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -151,6 +173,8 @@ class DcpFlashInferMLASparseBackend(
     AnyDeviceMixin, CapabilityTableMixin, FlashInferMLASparseTRTLLMBackend
 ):
     """FLASHINFER_MLA_SPARSE on SM100 under DCP."""
+
+    stock_refuses_pcp_with_dcp = True
 
     @staticmethod
     def get_impl_cls() -> type[DcpFlashInferMLASparseImpl]:

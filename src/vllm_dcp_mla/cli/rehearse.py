@@ -52,6 +52,10 @@ def rehearse(
     time_limit: Annotated[
         str, typer.Option("--time-limit", metavar="SECONDS", help="For each engine.")
     ] = "600",
+    long_prompt: Annotated[
+        str,
+        typer.Option("--long-prompt", metavar="TOKENS", help="Also serve prompts of so many."),
+    ] = "0",
     cover: Annotated[
         bool,
         typer.Option("--cover", help="Models, caches, exchanges, graphs and MTP in all pairs."),
@@ -71,7 +75,9 @@ def rehearse(
 ) -> None:
     """Serve a small random model on this machine's GPUs with DCP and compare it with one rank."""
     raw = RawRequest(model, _ANY_GPU, tp, pcp, dcp, kv_cache_dtype, max_num_batched_tokens, comm)
-    more = RawRehearsal(mtp, graphs, index_topk, ranks_per_gpu, time_limit, fault, soak, cover)
+    more = RawRehearsal(
+        mtp, graphs, index_topk, ranks_per_gpu, time_limit, long_prompt, fault, soak, cover
+    )
     # Progress is for people; JSON stands alone on standard output.
     status = Console(stderr=True).status("looking at this machine's GPUs")
     try:

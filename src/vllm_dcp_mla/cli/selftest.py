@@ -12,8 +12,9 @@ from rich.table import Table
 from ..compat.installed import package_folder
 from ..compat.releases import installed_release
 from ..planner.request import IMPOSSIBLE, UNREADABLE
-from ..selftest.faults import FAULTS
+from ..selftest.faults import FAULTS, PCP_FAULTS, SPANNING_FAULTS
 from ..selftest.subjects import subject_of
+from ..selftest.world import Sizes
 from ..simulate.gpus import GPUS
 from ..topology import check_topology
 from . import options
@@ -31,9 +32,17 @@ def selftest(
     ranks: Annotated[
         str, typer.Option("--ranks", metavar="N", help="Short for --tp N --dcp N.")
     ] = "2",
-    tp: Annotated[str, typer.Option("--tp", metavar="N", help="Ranks; default: --ranks.")] = "",
+    tp: Annotated[
+        str, typer.Option("--tp", metavar="N", help="Ranks; default: --ranks, 1 with --pcp.")
+    ] = "",
+    pcp: Annotated[
+        str, typer.Option("--pcp", metavar="N", help="Ranks that share a prompt; default: 1.")
+    ] = "",
     dcp: Annotated[
-        str, typer.Option("--dcp", metavar="N", help="Ranks that share a cache; default: --tp.")
+        str,
+        typer.Option(
+            "--dcp", metavar="N", help="Ranks that share a cache; default: --tp or --pcp."
+        ),
     ] = "",
     interleave: Annotated[
         str,
@@ -53,7 +62,7 @@ def selftest(
     as_json: options.Json = False,
 ) -> None:
     """Run the plugin's own DCP path on this machine and compare it with dense attention."""
-    numbers, unreadable = _read_numbers(ranks, tp, dcp, interleave)
+    numbers, unreadable = _read_numbers(ranks, tp, pcp, dcp, interleave)
     if device not in DEVICES:
         unreadable.append(f"--device is {device!r}; it must be one of {', '.join(DEVICES)}.")
     if gpu not in GPUS:
@@ -62,13 +71,20 @@ def selftest(
         unreadable.append(f"--break is {fault!r}; it must be one of {', '.join(FAULTS)}.")
     if unreadable:
         _refuse(unreadable, UNREADABLE, as_json)
-    size, shared, interleaves = numbers
-    if size > MAX_RANKS:
-        problems = [f"--tp is {size}; this machine's selftest runs at most {MAX_RANKS} ranks."]
+    sizes, interleaves = numbers
+    if max(sizes.tp, sizes.pcp, sizes.num_ranks) > MAX_RANKS:
+        asked = f"--tp is {sizes.tp}"
+        if sizes.pcp > 1:
+            asked = f"--tp {sizes.tp} and --pcp {sizes.pcp} are {sizes.num_ranks} ranks"
+        problems = [f"{asked}; this machine's selftest runs at most {MAX_RANKS} ranks."]
     else:
-        problems = check_topology(size, 1, shared, heads=max(8, 2 * size))
-    if shared == 1 and not problems:
+        problems = check_topology(sizes.tp, sizes.pcp, sizes.dcp, heads=max(8, 2 * sizes.tp))
+    if sizes.dcp == 1 and not problems:
         problems = ["--dcp is 1: there is nothing to share; use 2 or more."]
+    if fault in PCP_FAULTS and sizes.pcp == 1:
+        problems.append(f"--break is {fault}, which shows with PCP only; add --pcp 2.")
+    if fault in SPANNING_FAULTS and sizes.dcp <= sizes.pcp:
+        problems.append(f"--break is {fault}; it needs --tp 2 --pcp 2 --dcp 4, or larger.")
     release = installed_release()
     if not release.interleaves and interleaves[0] > 1:
         problems.append(
@@ -80,11 +96,16 @@ def selftest(
             f"--gpu is {gpu}, but {member} is stock's with vLLM {release.series}; leave it out, or "
             "use vLLM 0.33."
         )
+    if sizes.pcp > 1 and not release.gathers_here:
+        problems.append(
+            f"--pcp is {sizes.pcp}, but PCP with DCP is not served with vLLM {release.series}; "
+            "leave it out, or use vLLM 0.33."
+        )
     if package_folder("vllm") is None:
         problems.append("vLLM is not installed; run pip install 'vllm-dcp-mla[vllm]'.")
     if problems:
         _refuse(problems, IMPOSSIBLE, as_json)
-    _run(size, shared, interleaves, device, gpu, fault or None, as_json)
+    _run(sizes, interleaves, device, gpu, fault or None, as_json)
 
 
 def unanswered(problems: list[str]) -> dict[str, Any]:
@@ -101,8 +122,8 @@ def _refuse(problems: list[str], exit_code: int, as_json: bool) -> None:
 
 
 def _read_numbers(
-    ranks: str, tp: str, dcp: str, interleave: str
-) -> tuple[tuple[int, int, list[int]], list[str]]:
+    ranks: str, tp: str, pcp: str, dcp: str, interleave: str
+) -> tuple[tuple[Sizes, list[int]], list[str]]:
     problems = []
 
     def read(flag: str, text: str, default: int) -> int:
@@ -114,19 +135,19 @@ def _read_numbers(
             problems.append(f"{flag} is {text!r}; it must be a whole number such as {default}.")
             return default
 
-    size = read("--tp", tp, read("--ranks", ranks, 2))
-    shared = read("--dcp", dcp, size)
+    prompts = read("--pcp", pcp, 1)
+    size = read("--tp", tp, read("--ranks", ranks, 2) if prompts == 1 else 1)
+    shared = read("--dcp", dcp, size if prompts == 1 else prompts)
     one = read("--interleave", interleave, 1)
     if one not in INTERLEAVES:
         allowed = ", ".join(map(str, INTERLEAVES))
         problems.append(f"--interleave is {one}; it must be one of {allowed}.")
     both = [1, 64] if installed_release().interleaves else [1]
-    return (size, shared, [one] if interleave else both), problems
+    return (Sizes(size, prompts, shared), [one] if interleave else both), problems
 
 
 def _run(
-    tp: int,
-    dcp: int,
+    sizes: Sizes,
     interleaves: list[int],
     device: str,
     gpu: str,
@@ -142,15 +163,14 @@ def _run(
     try:
         with status:
             world.prepare(device)
-            status.update(f"{tp} ranks, DCP {dcp}: running")
+            status.update(f"{sizes}: running")
             outcome = run.run_selftest(
-                tp,
-                dcp,
+                sizes,
                 interleaves,
                 device,
                 gpu,
                 fault,
-                lambda case: status.update(f"{tp} ranks, DCP {dcp}: {case.name} done"),
+                lambda case: status.update(f"{sizes}: {case.name} done"),
             )
     except (world.RankError, world.NoDeviceError, DriverStandInError) as error:
         _refuse([str(error)], IMPOSSIBLE, as_json)
@@ -158,16 +178,16 @@ def _run(
     if as_json:
         typer.echo(json.dumps(answer))
     else:
-        out.print(_table(tp, dcp, outcome))
+        out.print(_table(sizes, outcome))
         wrong = sum(not case.ok for case in outcome)
         planted = f" with the planted fault {fault}" if fault else ""
         out.print(f"{len(outcome) - wrong} of {len(outcome)} cases agree{planted}.")
     raise typer.Exit(0 if answer["ok"] else IMPOSSIBLE)
 
 
-def _table(tp: int, dcp: int, outcome: list[Case]) -> Table:
+def _table(sizes: Sizes, outcome: list[Case]) -> Table:
     observed = any(case.syncs is not None for case in outcome)
-    table = Table(f"TP{tp} DCP{dcp} against dense float64 attention")
+    table = Table(f"{sizes} against dense float64 attention")
     headings = ["error", "limit", "collectives", *(["syncs", "compiles"] if observed else [])]
     for heading in [*headings, "seconds", ""]:
         table.add_column(heading, justify="right")

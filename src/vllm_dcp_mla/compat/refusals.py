@@ -25,6 +25,8 @@ def release_refusals(name: str, d: Deployment) -> list[str]:
             f"{vllm} merges the prefills of different PCP ranks as if they were one: PCP with DCP "
             "needs 0.30 or newer"
         )
+    elif d.pcp > 1 and name != "FLASHMLA_SPARSE" and not release.gathers_here:
+        reasons.append(f"{name} serves PCP with DCP with vLLM 0.33 only, got {release.series}")
     if d.interleave > 1 and not release.interleaves:
         reasons.append(
             f"the indexer of {vllm} takes --cp-kv-cache-interleave-size 1 only under DCP, got "

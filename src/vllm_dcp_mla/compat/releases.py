@@ -23,6 +23,8 @@ class Release:
         takes_new_names: ``register_backend`` makes names of its own usable.
         left_to_stock: members of :data:`..plugin.OVERRIDES` that are not overridden there.
         gathers_pcp_with_dcp: sparse prefill under PCP with DCP gathers the ranks' KV shards.
+        gathers_here: this package serves PCP with DCP on its own classes, which build on what the
+            series tells an implementation of a step's prefills.
         interleaves: the indexer takes ``--cp-kv-cache-interleave-size`` above 1 under DCP.
         flashmla_takes_a2a: FLASHMLA_SPARSE takes ``--dcp-comm-backend a2a``.
         has_nvfp4_cache: ``--kv-cache-dtype nvfp4_ds_mla`` exists.
@@ -38,6 +40,7 @@ class Release:
     takes_new_names: bool
     left_to_stock: frozenset[str]
     gathers_pcp_with_dcp: bool
+    gathers_here: bool
     interleaves: bool
     flashmla_takes_a2a: bool
     has_nvfp4_cache: bool
@@ -59,6 +62,7 @@ _0_33 = Release(
     takes_new_names=True,
     left_to_stock=frozenset(),
     gathers_pcp_with_dcp=True,
+    gathers_here=True,
     interleaves=True,
     flashmla_takes_a2a=True,
     has_nvfp4_cache=True,
@@ -74,6 +78,7 @@ _0_32 = replace(
     adapter="v0_30",
     # There is no FA4, and Hopper's class has no kernel call of its own to replace.
     left_to_stock=frozenset({"FLASH_ATTN_MLA_SPARSE_FA4", "FLASH_ATTN_MLA_SPARSE"}),
+    gathers_here=False,
     flashmla_takes_a2a=False,
     autotunes_by_rank=False,
 )

@@ -34,8 +34,10 @@ _DCP = "vllm/v1/attention/ops/dcp.py"
 _CACHE = "vllm/v1/kv_cache_interface.py"
 _DEEP_GEMM = "vllm/utils/deep_gemm.py"
 _WARMUP = "vllm/model_executor/warmup/jit_warmup.py"
+_MERGE = "vllm/v1/attention/ops/merge_attn_states.py"
 _GROUPS = "vllm/distributed/parallel_state.py"
 _AUTOTUNE = "vllm/model_executor/warmup/flashinfer_autotune_cache.py"
+_ATTENTION_UTILS = "vllm/v1/attention/backends/utils.py"
 _TRITON = "vllm/model_executor/warmup/jit_warmup_triton_helper.py"
 
 _CHUNK_ARGS = (
@@ -48,6 +50,14 @@ _KERNEL_ARGS = ("q", "kv_cache", "topk_indices", "layer", "block_size", "is_deco
 _FORWARD_ARGS = ("q", "attn_metadata", "layer")
 _INDEX_ARGS = ("BLOCK_SIZE", "BLOCK_STRIDE_ROWS", "NUM_TOPK_TOKENS", "return_valid_counts")
 _DCP_INDEX_ARGS = (*_INDEX_ARGS, "dcp_size", "dcp_rank", "cp_kv_cache_interleave_size")
+_GATHERED_INDEX_ARGS = (
+    *(*_DCP_INDEX_ARGS, "HAS_PREFILL_WORKSPACE", "prefill_workspace_request_ids"),
+    *("prefill_workspace_starts", "prefill_workspace_rank_stride"),
+)
+_MERGE_ARGS = (
+    *("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse"),
+    "output_lse",
+)
 _BUILDER_ARGS = ("kv_cache_spec", "layer_names", "vllm_config", "device")
 _COMBINATION_ARGS = (
     *("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla"),
@@ -102,6 +112,17 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(_SPARSE, "SparseMLACommonMetadataBuilder.__init__", _BUILDER_ARGS),
     Symbol(_UTILS, "flat_kv_row_view", ("kv_cache", "block_size")),
+    Symbol(_UTILS, "request_row_bounds", ("req_idx",), since=33),
+    Symbol(_UTILS, "triton_convert_req_index_to_global_index", _GATHERED_INDEX_ARGS, since=33),
+    Symbol(_MERGE, "merge_attn_states", _MERGE_ARGS, since=33),
+    Symbol(_ATTENTION_UTILS, "get_dcp_local_seq_lens", since=33),
+    Symbol("vllm/utils/torch_utils.py", "async_tensor_h2d", ("data", "device"), since=33),
+    Symbol(_BACKEND, "CommonAttentionMetadata.dcp_local_seq_lens_cpu_upper_bound", since=33),
+    Symbol(_BACKEND, "CommonAttentionMetadata.req_idx", since=33),
+    Symbol(_GROUPS, "get_tp_group", since=33),
+    Symbol(_GROUPS, "init_model_parallel_group", ("group_ranks", "group_name"), since=33),
+    Symbol(_GROUPS, "GroupCoordinator.device_group", since=33),
+    Symbol(_FLASHINFER, "FlashInferMLASparseMetadata"),
     Symbol(_FLASHINFER, "FlashInferMLASparseTRTLLMBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_FLASHINFER, "FlashInferMLASparseMetadataBuilder.__init__", _BUILDER_ARGS),
     Symbol(_FLASHINFER, "FlashInferMLASparseTRTLLMMetadataBuilder"),

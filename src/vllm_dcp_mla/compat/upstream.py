@@ -75,10 +75,15 @@ STATUS = (
         "`_split_indexer_prefill_chunks`",
     ),
     Status(
-        "capability.py",
-        "PCP with DCP refused on FLASHINFER_MLA_SPARSE",
-        f"refuses it as well ({_FIXES}); ours stays, it names what works",
-        30,
+        "backends/gather.py",
+        "PCP with DCP where stock's FlashMLA class does not serve it (vLLM 0.33; refused before)",
+        f"refuses it on FLASHINFER_MLA_SPARSE since 0.30 ({_FIXES}); would have to gather the "
+        "ranks' keys for prefill rows",
+    ),
+    Status(
+        "compat/dcp_order.py",
+        "ranks numbered as their exchange goes where DCP spans TP and PCP (vLLM 0.33)",
+        "make the group with `sort_ranks=False`, or sort its list",
     ),
     Status(
         "backends/flashmla.py",

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ..capability import FLASH_ATTN_3, FLASH_ATTN_4, FLASHINFER, FLASHMLA, Deployment
+from ..capability import FLASH_ATTN_3, FLASH_ATTN_4, FLASHINFER, FLASHMLA, Deployment, row
+from ..gather_plan import plan_gather
 from ..indexer.exchange import exchange_bytes
 from ..key_splits import partial_bytes
 from ..settings import Settings
@@ -126,9 +127,13 @@ def memory_lines(s: Subject) -> list[Line]:
     return [line for part in (_loaded, _profiled, _outside, _moments) for line in part(s)]
 
 
-def has_trtllm_workspace(backend: str, arch: tuple[int, int]) -> bool:
-    """Whether a backend calls the trtllm-gen kernel."""
-    return arch[0] == 10 and backend in (FLASHINFER, FLASH_ATTN_4)
+def has_trtllm_workspace(backend: str, arch: tuple[int, int], settings: Settings) -> bool:
+    """Whether a backend calls the trtllm-gen kernel, or the reference in its place.
+
+    The class makes the workspace, whichever kernel it calls.
+    """
+    runs = arch[0] == 10 or settings.kernel == "reference"
+    return runs and backend in (FLASHINFER, FLASH_ATTN_4)
 
 
 def _exact(
@@ -156,13 +161,16 @@ def _loaded(s: Subject) -> Iterator[Line]:
     if s.backend == FLASH_ATTN_3 and s.deployment.dcp > 1:
         partials = partial_bytes(s.spec.kv_lora_rank, s.sms)
         yield _exact("partials", "partial results of split keys", partials, budget, "", 0)
+    if (gathered := _pcp_gather(s)) is not None:
+        shrink = "a smaller VLLM_DCP_MLA_GATHER_LIMIT_BYTES"
+        yield _exact("pcp_gather", "gathered keys of prefills", gathered, budget, shrink, 0)
     yield from _symmetric(s)
 
 
 def _trtllm_workspace(s: Subject) -> Iterator[Line]:
     """Ours is made while the model loads; stock's after profiling."""
     d, tokens = s.deployment, s.workload.max_num_batched_tokens
-    if not has_trtllm_workspace(s.backend, d.arch):
+    if not has_trtllm_workspace(s.backend, d.arch, s.settings):
         return
     stock_slab, stock_scratch = stock_slab_and_scratch(d, tokens, s.user_workspace)
     slab, scratch = stock_slab, stock_scratch
@@ -194,6 +202,24 @@ def stock_slab_and_scratch(
         total = user_workspace
         slab = min(slab, total)
     return slab, total - slab
+
+
+def _pcp_gather(s: Subject) -> int | None:
+    """Bytes in which our classes gather what prefill rows attend; None where they do not."""
+    d, w = s.deployment, s.workload
+    if d.pcp == 1 or d.dcp == 1 or not row(s.backend).ours:
+        return None
+    return plan_gather(
+        limit_bytes=s.settings.gather_limit_bytes,
+        row_bytes=s.spec.cache_row_width * (1 if s.cache_format == "fp8_e4m3" else 2),
+        dcp=d.dcp,
+        interleave=d.interleave,
+        max_model_len=w.max_model_len,
+        max_num_seqs=w.max_num_seqs,
+        max_num_tokens=w.max_num_batched_tokens,
+        heads=d.heads_per_rank,
+        latent_dim=s.spec.kv_lora_rank,
+    ).total_bytes
 
 
 def _symmetric(s: Subject) -> Iterator[Line]:

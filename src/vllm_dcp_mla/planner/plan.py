@@ -198,7 +198,7 @@ def _evaluate(case: _Case, d: Deployment, workload: Workload) -> _Evaluated:
     spec, total = case.model.spec, case.total_bytes()
     cache_format = _cache_format(backend, d)
     split = None
-    if d.dcp > 1 and has_trtllm_workspace(backend, d.arch):
+    if d.dcp > 1 and has_trtllm_workspace(backend, d.arch, case.settings):
         split = plan_workspace(
             d.kernel_heads,
             workload.max_num_batched_tokens,
@@ -300,7 +300,7 @@ def _workspace(
     if backend == FLASH_ATTN_3:
         size = partial_bytes(d.dims.kv_lora_rank, case.gpu.sms)
         return replace(heads, tokens_per_launch=tokens, launches=1, total_bytes=size)
-    if backend is None or not has_trtllm_workspace(backend, d.arch):
+    if backend is None or not has_trtllm_workspace(backend, d.arch, case.settings):
         return heads
     stock_total = sum(stock_slab_and_scratch(d, tokens, case.user_workspace))
     if split is None:
@@ -326,7 +326,7 @@ def _notes(case: _Case, d: Deployment, served_by: str | None, workload: Workload
     backend = served_by or _stock_backend(d)
     if d.dcp == 1:
         notes.append("Without DCP all of it is stock vLLM's: no LSE is asked for, no slab made.")
-    elif has_trtllm_workspace(backend, d.arch):
+    elif has_trtllm_workspace(backend, d.arch, case.settings):
         notes.append(
             "The workspace is made while the model loads, so that profiling counts it; stock vLLM "
             "makes its own afterwards, outside the KV budget."
@@ -342,7 +342,7 @@ def _notes(case: _Case, d: Deployment, served_by: str | None, workload: Workload
             "trtllm-gen workspace."
         )
     user = case.user_workspace
-    if user is not None and d.dcp > 1 and has_trtllm_workspace(backend, d.arch):
+    if user is not None and d.dcp > 1 and has_trtllm_workspace(backend, d.arch, case.settings):
         needed = sum(stock_slab_and_scratch(d, workload.max_num_batched_tokens, None))
         if user < needed:
             notes.append(

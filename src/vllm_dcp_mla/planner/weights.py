@@ -17,6 +17,7 @@ from .checkpoint import Weight
 from .model_spec import ModelSpec
 
 _BF16 = 2
+_FP32 = 4
 _LAYER = re.compile(r"\bmodel\.layers\.(\d+)\.")
 _VOCABULARY = ("embed_tokens", "lm_head", "shared_head.head")
 
@@ -88,7 +89,9 @@ def _ranks(kind: Kind, tp: int, pcp: int) -> int:
 
 
 def _loaded_bytes(weight: Weight) -> int:
-    """vLLM loads the indexer's key projection as bfloat16, beside the weights' projection."""
+    """vLLM loads the indexer's key projection as bfloat16, its keys' norm as float32."""
+    if ".indexer.k_norm." in weight.name:
+        return weight.elements * _FP32
     if ".indexer.wk." in weight.name:
         return weight.elements * _BF16 if weight.name.endswith(".weight") else 0
     return weight.bytes

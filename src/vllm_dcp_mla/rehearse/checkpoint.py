@@ -61,6 +61,7 @@ def write_checkpoint(
     folder: Path,
     *,
     index_topk: int | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
     seed: int = 0,
     scores: Literal["normal", "heavy"] = "normal",
 ) -> RehearsalModel:
@@ -73,6 +74,7 @@ def write_checkpoint(
         model: a bundled name, or a folder with the ``config.json`` of a DSA model.
         folder: made if it is not there; files of these two names are replaced.
         index_topk: keys a token selects, instead of the model's: 512, 1024 or 2048.
+        max_model_len: longest context in tokens.
         seed: of the weights; the same seed gives the same weights.
         scores: how scores are distributed over keys; see :mod:`.weights`.
 
@@ -81,7 +83,7 @@ def write_checkpoint(
         UnservedModelError: no DSA model that vLLM's ``models/deepseek_v32`` serves.
         OSError: the folder cannot be written.
     """
-    config = small_config(model, index_topk=index_topk)
+    config = small_config(model, index_topk=index_topk, max_model_len=max_model_len)
     from safetensors import SafetensorError  # after the check of the model, which needs no torch
     from safetensors.torch import save_file
 
@@ -102,7 +104,7 @@ def write_checkpoint(
         heads=config["num_attention_heads"],
         index_topk=config["index_topk"],
         vocab_size=config["vocab_size"],
-        max_model_len=min(MAX_MODEL_LEN, config["max_position_embeddings"]),
+        max_model_len=min(max_model_len, config["max_position_embeddings"]),
         key_elements=config["kv_lora_rank"] + config["qk_rope_head_dim"],
         latent_elements=config["kv_lora_rank"],
         index_head_dim=config["index_head_dim"],

@@ -41,12 +41,15 @@ _DROPPED = (
 )
 
 
-def small_config(model: str, *, index_topk: int | None = None) -> dict[str, Any]:
+def small_config(
+    model: str, *, index_topk: int | None = None, max_model_len: int = MAX_MODEL_LEN
+) -> dict[str, Any]:
     """The small model's ``config.json``; needs no torch.
 
     Args:
         model: a bundled name, or a folder with the ``config.json`` of a DSA model.
         index_topk: keys a token selects, instead of the model's: one of :data:`INDEX_TOPK`.
+        max_model_len: longest context, where the model's is longer and no scaling needs all of it.
 
     Raises:
         ModelConfigError: the model cannot be read, lacks a dim, or selects another number of keys.
@@ -72,7 +75,7 @@ def small_config(model: str, *, index_topk: int | None = None) -> dict[str, Any]
     config.setdefault("scoring_func", "sigmoid")
     positions = count(released, "max_position_embeddings")
     if rope(config).get("factor", 1) == 1:  # else YaRN's factor says how many there are
-        positions = min(MAX_MODEL_LEN, positions)  # a rope table of a million rows is 256 MiB
+        positions = min(max_model_len, positions)  # a rope table of a million rows is 256 MiB
     config["max_position_embeddings"] = positions
     _fit_layers(config)
     _fit_experts(config)

@@ -13,7 +13,7 @@ GRAPHS = ("none", "piecewise", "full")
 SHARED_KV_CACHE_BYTES = 2 << 30
 #: vLLM refuses to start with less free memory than this share, also where it sizes nothing by it.
 SHARED_UTILIZATION = 0.05
-_MAX_NUM_SEQS = 8
+MAX_NUM_SEQS = 8
 #: Acceptance of the first, second, ... drafted token when MTP is rehearsed.
 _ACCEPTANCE = 0.5
 
@@ -82,7 +82,7 @@ def llm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "gpu_memory_utilization": spec.utilization,
         "max_model_len": spec.max_model_len,
         "max_num_batched_tokens": spec.max_num_batched_tokens,
-        "max_num_seqs": _MAX_NUM_SEQS,
+        "max_num_seqs": MAX_NUM_SEQS,
         "seed": 0,
         "disable_log_stats": False,
         "max_logprobs": -1,

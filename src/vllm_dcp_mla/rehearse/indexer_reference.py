@@ -207,5 +207,7 @@ def recall(selected: Iterable[int], scores: torch.Tensor, topk: int) -> float:
     """
     wanted = min(topk, int((scores > -math.inf).sum()))
     threshold = scores.topk(wanted).values[-1]
-    chosen = {position for position in selected if 0 <= position < len(scores)}
-    return sum(bool(scores[position] >= threshold) for position in chosen) / wanted
+    chosen = torch.tensor(
+        sorted({position for position in selected if 0 <= position < len(scores)}), dtype=torch.long
+    )
+    return int((scores[chosen] >= threshold).sum()) / wanted

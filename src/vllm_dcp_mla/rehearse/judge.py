@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,18 +19,11 @@ from .recall import Recall
 from .schedule import EngineResult
 from .workload import Prompt
 
+if TYPE_CHECKING:
+    from .against_plan import MemoryLine
+
 #: Log-probabilities ``[positions][scored tokens]`` of a prompt.
 Scores = Sequence[Sequence[float]]
-
-#: States of a soak, before and after each round, that can show growth.
-_FEWEST_STATES = 5
-#: Growth in bytes in the second half of a soak. Torch takes segments of 2 or 20 MiB, and a step
-#: more crowded than any before may need one more; a leak needs one after the other.
-_ACCEPTED_GROWTH = {
-    "what tensors hold": 0,
-    "memory outside of torch": 0,
-    "what torch keeps": 20 << 20,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +42,7 @@ class Case:
         seconds: of the engine, start included.
         drift: of a length class.
         recall: of its indexers, None where nothing was kept.
+        lines: of memory, planned and held.
     """
 
     name: str
@@ -61,6 +56,7 @@ class Case:
     seconds: float = 0.0
     drift: Drift | None = None
     recall: Recall | None = None
+    lines: tuple[MemoryLine, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The case with the fixed keys of every command's cases; JSON knows no infinity: null."""
@@ -95,7 +91,7 @@ def judge(
     if result.failure is not None:
         return [conduct(configuration, result)]
     cases = [conduct(configuration, result)]
-    failed = [_failed(base.spec.name, base) for base in (one, two) if base.failure is not None]
+    failed = [failed_case(base.spec.name, base) for base in (one, two) if base.failure is not None]
     if failed:
         return cases + failed
     if configuration.dcp > 1:
@@ -103,7 +99,8 @@ def judge(
     return cases + _drifts(configuration, result, one, two, prompts, recalls or {})
 
 
-def _failed(name: str, result: EngineResult) -> Case:
+def failed_case(name: str, result: EngineResult) -> Case:
+    """An engine that did not run."""
     return Case(
         f"{name}: runs",
         ok=False,
@@ -117,7 +114,7 @@ def _failed(name: str, result: EngineResult) -> Case:
 def conduct(configuration: Configuration, result: EngineResult) -> Case:
     """How an engine ran: late compilations, waits, collectives, monitors and buffers."""
     if result.failure is not None:
-        return _failed(configuration.name, result)
+        return failed_case(configuration.name, result)
     problems = []
     for rank in result.ranks:
         number, engine = rank["rank"], rank["engine"]
@@ -144,9 +141,10 @@ def conduct(configuration: Configuration, result: EngineResult) -> Case:
                 for impl in engine["impls"]
                 if not impl.startswith(f"{OURS}.")
             ]
-    counts = tuple(rank["collectives"] for rank in result.ranks)
-    if len({rank["collective_order"] for rank in result.ranks}) > 1:
-        problems.append(f"the ranks' collectives differ; they called {counts} of them.")
+    calls = [rank["collectives"] for rank in result.ranks]
+    counts = tuple(map(len, calls))
+    if (difference := _first_difference(calls)) is not None:
+        problems.append(difference)
     if configuration.mtp:
         drafted, accepted = (result.ranks[0]["metrics"][key] for key in ("drafted", "accepted"))
         if not 0 < accepted < drafted:
@@ -165,6 +163,15 @@ def conduct(configuration: Configuration, result: EngineResult) -> Case:
         late_compiles=max(len(_of_ours(rank["late_compiles"])) for rank in result.ranks),
         seconds=result.seconds,
     )
+
+
+def _first_difference(calls: Sequence[Sequence[str]]) -> str | None:
+    """What the ranks called where they first differ, None where they are alike."""
+    for number, made in enumerate(itertools.zip_longest(*calls, fillvalue="nothing more"), 1):
+        if len(set(made)) > 1:
+            said = "; ".join(f"rank {rank} {call}" for rank, call in enumerate(made))
+            return f"the ranks' collectives differ from number {number} on: {said}."
+    return None
 
 
 def _of_ours(noted: Sequence[Sequence[str]]) -> list[str]:
@@ -228,127 +235,6 @@ def judge_outside(
     ]
 
 
-def judge_soak(configuration: Configuration, results: Mapping[str, EngineResult]) -> list[Case]:
-    """A soak's cases: how it ran, its memory, and whether answers depended on the company.
-
-    Args:
-        configuration: what was soaked.
-        results: of the soak and of its baselines, by name.
-    """
-    result = results[configuration.name]
-    bases = [results[configuration.baseline(tp).name] for tp in (1, 2)]
-    failed = [_failed(r.spec.name, r) for r in (result, *bases) if r.failure is not None]
-    if failed:
-        return failed
-    return [
-        conduct(configuration, result),
-        _soak_memory(configuration, result),
-        _soak_drift(configuration, result, *bases),
-    ]
-
-
-def _soak_memory(configuration: Configuration, result: EngineResult) -> Case:
-    seen = [rank["soak"]["states"] for rank in result.ranks]
-    growths = [_growth(states, _on_the_same_gpu(states, seen)) for states in seen]
-    problems = [
-        f"rank {number}: {what} grew by {size:,} bytes in the second half, of which "
-        f"{_ACCEPTED_GROWTH[what]:,} are accepted."
-        for number, growth in enumerate(growths)
-        for what, size in growth.items()
-        if size > _ACCEPTED_GROWTH[what]
-    ]
-    if len(seen[0]) < _FEWEST_STATES:
-        problems.append(f"{len(seen[0]) - 1} rounds show no growth; soak for longer.")
-    problems += [
-        f"rank {number}: buffers moved."
-        for number, states in enumerate(seen)
-        if any(state["buffers"] != states[0]["buffers"] for state in states)
-    ]
-    return Case(
-        f"{configuration.name}: soak memory",
-        not problems,
-        max(size for growth in growths for size in growth.values()),
-        max(_ACCEPTED_GROWTH.values()),
-        tuple(problems),
-    )
-
-
-def _on_the_same_gpu(
-    states: Sequence[Mapping[str, Any]], seen: Sequence[Sequence[Mapping[str, Any]]]
-) -> list[Sequence[Mapping[str, Any]]]:
-    return [other for other in seen if other[0]["gpu"] == states[0]["gpu"]]
-
-
-def _growth(
-    states: Sequence[Mapping[str, Any]], sharing: Sequence[Sequence[Mapping[str, Any]]]
-) -> dict[str, int]:
-    """Bytes by which a rank's memory between rounds grew in the second half of a soak.
-
-    What leaks raises the least that a rank holds while it serves nothing. What the allocator keeps
-    follows the most crowded step so far instead.
-
-    Args:
-        states: of the rank.
-        sharing: of all ranks on its GPU, itself included.
-    """
-    half = len(states) // 2
-    live = [state["allocated_bytes"] for state in states[half:]]
-    kept = [state["reserved_bytes"] for state in states[half:]]
-    outside = [
-        together[0]["device_bytes"] - sum(state["reserved_bytes"] for state in together)
-        for together in zip(*(states[half:] for states in sharing), strict=True)
-    ]
-    return {
-        "what tensors hold": _rise(live),
-        "memory outside of torch": _rise(outside),
-        "what torch keeps": kept[-1] - kept[0],
-    }
-
-
-def _rise(sizes: Sequence[int]) -> int:
-    """By how much the least of them grew from their first half to their second."""
-    half = len(sizes) // 2
-    return min(sizes[half:]) - min(sizes[:half])
-
-
-def _soak_drift(
-    configuration: Configuration, result: EngineResult, one: EngineResult, two: EngineResult
-) -> Case:
-    soak, rank = result.ranks[0]["soak"], result.ranks[0]
-    truth, noise = (r.ranks[0]["scores"] for r in (one, two))
-    seen = sorted({index for index, _ in soak["distances"]})
-    problems = []
-    for what, count in (
-        ("served to its end", len(seen)),
-        ("preempted", rank["metrics"]["preemptions"]),
-        ("aborted", soak["aborted"]),
-    ):
-        if not count:
-            problems.append(f"no request was {what}; the soak must see some.")
-    drift: Drift | None = None
-    if seen:
-        means = [np.mean([d for i, d in soak["distances"] if i == index]) for index in seen]
-        try:
-            drift = compare(np.array(means), _distances(noise, truth, seen))
-        except ValueError as error:
-            problems.append(f"TP2 is not comparable with TP1: {error}.")
-    if drift is not None and not drift.ok:
-        problems.append(
-            f"in company, log-probabilities are {drift.ratio:.2f} times as far from those "
-            f"alone as TP2's are from TP1's (95 % interval {drift.low:.2f} to "
-            f"{drift.high:.2f}, accepted {DRIFT_LIMIT})."
-        )
-    return Case(
-        f"{configuration.name}: {len(soak['distances'])} requests in {soak['steps']} steps, "
-        f"{rank['metrics']['preemptions']:.0f} preempted, {soak['aborted']} aborted",
-        not problems,
-        drift.high if drift is not None else 0.0,
-        DRIFT_LIMIT,
-        tuple(problems),
-        drift=drift,
-    )
-
-
 def _drifts(
     configuration: Configuration,
     result: EngineResult,
@@ -365,7 +251,7 @@ def _drifts(
     for name, chosen in by_class.items():  # the shortest class first
         title = f"{configuration.name}: {name} tokens"
         try:
-            drift = compare(_distances(ours, truth, chosen), _distances(noise, truth, chosen))
+            drift = compare(distances(ours, truth, chosen), distances(noise, truth, chosen))
         except ValueError as error:
             cases.append(Case(title, False, 1, 0, (f"not comparable with TP1: {error}.",)))
             continue
@@ -387,7 +273,7 @@ def _drifts(
     return cases
 
 
-def _distances(
+def distances(
     scores: Sequence[Scores], reference: Sequence[Scores], prompts: Sequence[int]
 ) -> np.ndarray:
     """Of each prompt.

@@ -17,25 +17,36 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """An engine's tensors by rank and name.
+    """An engine's tensors.
 
     Attributes:
         spec: the engine.
-        ranks: name: tensor, for each rank.
+        ranks: for each rank what: query: tensor.
     """
 
     spec: EngineSpec
-    ranks: Sequence[dict[str, torch.Tensor]]
+    ranks: Sequence[dict[str, dict[Query, torch.Tensor]]]
 
     @classmethod
     def read(cls, spec: EngineSpec, ranks: Sequence[dict[str, Any]]) -> Kept | None:
         """Of an engine's results; None where nothing was kept."""
         if not ranks or any("record" not in rank for rank in ranks):
             return None
-        found = []
+        named = []
         for rank in ranks:
             with safe_open(rank["record"], "pt") as file:
-                found.append({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+                named.append({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        return cls.of(spec, named)
+
+    @classmethod
+    def of(cls, spec: EngineSpec, ranks: Sequence[dict[str, torch.Tensor]]) -> Kept:
+        """Of each rank's tensors by name, ``prompt/layer/what/position``."""
+        found: list[dict[str, dict[Query, torch.Tensor]]] = []
+        for named in ranks:
+            found.append({})
+            for name, tensor in named.items():
+                prompt, layer, what, position = name.split("/")
+                found[-1].setdefault(what, {})[int(prompt), int(layer), int(position)] = tensor
         return cls(spec, found)
 
     def queries(self) -> dict[Query, torch.Tensor]:
@@ -45,7 +56,7 @@ class Kept:
         """
         found: dict[Query, torch.Tensor] = {}
         for rank in self.ranks:
-            for query, tensor in _of(rank, "selected"):
+            for query, tensor in rank.get("selected", {}).items():
                 found.setdefault(query, tensor)
         return found
 
@@ -53,7 +64,7 @@ class Kept:
         """Queries for which two ranks selected different keys."""
         first, found = self.queries(), set()
         for rank in self.ranks:
-            for query, tensor in _of(rank, "selected"):
+            for query, tensor in rank.get("selected", {}).items():
                 if not torch.equal(tensor.sort().values, first[query].sort().values):
                     found.add(query)
         return sorted(found)
@@ -63,7 +74,7 @@ class Kept:
         rows: torch.Tensor | None = None
         seen = torch.zeros(length, dtype=torch.bool)
         for rank in self.ranks:
-            for (owner, at, position), tensor in _of(rank, "hidden"):
+            for (owner, at, position), tensor in rank.get("hidden", {}).items():
                 if (owner, at) == (prompt, layer):
                     if rows is None:
                         rows = tensor.new_empty(length, tensor.shape[1])
@@ -73,14 +84,13 @@ class Kept:
 
     def one(self, what: str, query: Query) -> torch.Tensor | None:
         """A tensor that every rank that computed a query has alike."""
-        name = _name(query, what)
-        return next((rank[name] for rank in self.ranks if name in rank), None)
+        return next((rank[what][query] for rank in self.ranks if query in rank.get(what, {})), None)
 
     def output(self, query: Query) -> torch.Tensor | None:
         """Attention's output of all heads, ``[heads * v_head_dim]``."""
-        name = _name(query, "output")
         for first in range(0, len(self.ranks), self.spec.tp):
-            parts = [rank.get(name) for rank in self.ranks[first : first + self.spec.tp]]
+            ranks = self.ranks[first : first + self.spec.tp]
+            parts = [rank.get("output", {}).get(query) for rank in ranks]
             if all(part is not None for part in parts):
                 return torch.cat(parts)  # type: ignore[arg-type]
         return None
@@ -91,10 +101,9 @@ class Kept:
         The cache's blocks hold the fp8 keys of all their tokens, then a float32 scale for each.
         Under DCP, position p is on rank ``p % dcp``, which keeps it at ``p // dcp``.
         """
-        dcp, name = self.spec.dcp, _name((prompt, layer, length - 1), "index_k")
         shards = []
-        for part in range(dcp):
-            blocks = self._of_shard(part).get(name)
+        for part in range(self.spec.dcp):
+            blocks = self._of_shard(part).get("index_k", {}).get((prompt, layer, length - 1))
             if blocks is None:
                 return None
             size = blocks.shape[1] // (dim + _SCALE_BYTES)
@@ -103,21 +112,7 @@ class Kept:
             shards.append(keys * scales.view(torch.float32))
         return torch.stack(shards, 1).flatten(0, 1)[:length]
 
-    def _of_shard(self, part: int) -> dict[str, torch.Tensor]:
+    def _of_shard(self, part: int) -> dict[str, dict[Query, torch.Tensor]]:
         """The first rank with a part of the cache: ``dcp`` is 1, all ranks, or those of PCP."""
         along_pcp = self.spec.pcp > 1 and self.spec.dcp == self.spec.pcp
         return self.ranks[part * self.spec.tp if along_pcp else part]
-
-
-def _of(rank: dict[str, torch.Tensor], wanted: str) -> list[tuple[Query, torch.Tensor]]:
-    found = []
-    for name, tensor in rank.items():
-        prompt, layer, what, position = name.split("/")
-        if what == wanted:
-            found.append(((int(prompt), int(layer), int(position)), tensor))
-    return found
-
-
-def _name(query: Query, what: str) -> str:
-    prompt, layer, position = query
-    return f"{prompt}/{layer}/{what}/{position}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -28,6 +29,9 @@ _EXIT_SECONDS = 30
 #: For the ranks of a stuck engine to write their stacks.
 _STACK_SECONDS = 2
 _STACK_LINES = 40
+_CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10_000
+_PORTS_TRIED = 100
 #: What Python, CUDA's allocator and faulthandler print of an error.
 _ERROR = re.compile(
     r"[\w.]*(?:Error|Exception|Interrupt)(?:: .*)?|Fatal Python error: .*|.*out of memory.*"
@@ -266,7 +270,22 @@ def _text(path: Path) -> str:
 
 
 def _free_port() -> tuple[socket.socket, int]:
-    held = socket.socket()
-    held.bind(("127.0.0.1", 0))
-    held.listen()
-    return held, held.getsockname()[1]
+    """A port that is held, below those that Linux gives to connections.
+
+    The rank that listens on it comes half a minute later, while other engines connect.
+
+    Raises:
+        EngineError: none is free.
+    """
+    lowest = int(_text(_CONNECTION_PORTS).split()[0])
+    tried = random.SystemRandom().sample(range(_FIRST_PORT, lowest), _PORTS_TRIED)
+    for port in tried:
+        held = socket.socket()
+        try:
+            held.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        held.listen()
+        return held, port
+    raise EngineError(f"{_PORTS_TRIED} ports from {_FIRST_PORT} to {lowest - 1} are in use.")

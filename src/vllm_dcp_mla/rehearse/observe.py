@@ -7,7 +7,6 @@ vLLM was told to (``jit_monitor_mode``, ``VLLM_GPU_SYNC_CHECK``).
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import sys
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 OURS = "vllm_dcp_mla"
 _STOCK = "vllm"
 _LAST_BYTES = 256
-#: Collectives of vLLM's process groups, and the one that DCP's exchange calls directly.
+#: Collectives of vLLM's process groups; those of torch that are called past them come beside.
 _GROUP_CALLS = (
     "_all_reduce_out_place",
     "all_gather",
@@ -37,14 +36,12 @@ class Notes:
     Attributes:
         late_compiles: ``[owner, kernel]`` of each compilation.
         syncs: ``[owner, place]`` of each wait of the host for the GPU.
-        collectives: how many were called.
-        order: digest of their names, groups and shapes, in order.
+        collectives: name, group and shape of each that was called, in order.
     """
 
     late_compiles: list[tuple[str, str]] = field(default_factory=list)
     syncs: list[tuple[str, str]] = field(default_factory=list)
-    collectives: int = 0
-    order: Any = field(default_factory=hashlib.sha256)
+    collectives: list[str] = field(default_factory=list)
 
     def clear(self) -> None:
         """Starts over, once everything is warm."""
@@ -144,12 +141,18 @@ def _watch_collectives(notes: Notes, last: _LastCall) -> None:
         return exchange(out, x, *args, **kwargs)
 
     distributed.all_to_all_single = counted_exchange
+    gather = distributed.all_gather_into_tensor
+
+    def counted_gather(out: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        _count(notes, last, f"all_gather_into_tensor {_shape(out)}")
+        return gather(out, x, *args, **kwargs)
+
+    distributed.all_gather_into_tensor = counted_gather
 
 
 def _count(notes: Notes, last: _LastCall, call: str) -> None:
-    notes.collectives += 1
-    notes.order.update(f"{call}\n".encode())
-    last.write(f"{notes.collectives}: {call}")
+    notes.collectives.append(call)
+    last.write(f"{len(notes.collectives)}: {call}")
 
 
 def _shape(x: Any) -> str:

@@ -18,6 +18,7 @@ class Options:
         engine_seconds: after which an engine is given up.
         fault: planted into every engine under DCP, which then runs alone; None for none.
         soak_seconds: of a soak in place of the comparison; None for none.
+        long_tokens: of prompts beside the classes of length; 0 for none.
     """
 
     index_topk: int | None
@@ -26,3 +27,4 @@ class Options:
     engine_seconds: float
     fault: Fault | None = None
     soak_seconds: float | None = None
+    long_tokens: int = 0

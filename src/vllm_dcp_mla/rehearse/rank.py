@@ -42,6 +42,10 @@ def main(folder: Path, parent: int) -> None:
     started = time.monotonic()
     from vllm import LLM
 
+    from . import held  # needs torch, which the parent of ranks does not
+
+    workspace_requests = held.watch_workspace()
+
     llm = LLM(**llm_arguments(spec))
     ready_seconds = time.monotonic() - started
     before = _state()
@@ -59,10 +63,10 @@ def main(folder: Path, parent: int) -> None:
         "late_compiles": notes.late_compiles,
         "syncs": notes.syncs,
         "collectives": notes.collectives,
-        "collective_order": notes.order.hexdigest(),
         "before": before,
         "after": _state(),
         "engine": _describe(llm),
+        "held": held.read(llm, workspace_requests),
         "metrics": _metrics(llm),
         **answers,
     }

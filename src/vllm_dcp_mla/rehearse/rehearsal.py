@@ -13,14 +13,17 @@ from typing import Any
 import numpy as np
 
 from . import outside, recall, schedule, soak
+from .against_plan import judge_memory
 from .checkpoint import RehearsalModel, write_checkpoint
+from .config import MAX_MODEL_LEN
 from .configuration import Configuration, Limits, engine_of, with_baselines
 from .engine import SHARED_KV_CACHE_BYTES, EngineSpec
-from .judge import Case, conduct, judge, judge_outside, judge_soak
+from .judge import Case, conduct, judge, judge_outside
 from .machine import Machine, MachineError, ranks_per_gpu
 from .options import Options
 from .recall import Recall
 from .requests import Recording, Requests, Soak
+from .soak_judge import judge_soak
 from .workload import PROMPTS_PER_CLASS, Prompt, max_model_len, prompts
 
 #: Folder of the checkpoints, beside those of the engines, which have longer names.
@@ -79,7 +82,7 @@ def rehearse(
     folder = _private_folder()
     keep = False
     try:
-        models = _write_models(configurations, folder / _MODELS, options.index_topk, progress)
+        models = _write_models(configurations, folder / _MODELS, options, progress)
         # Prompts are the same for all engines of a model, and as awkward as its most ranks make it.
         ranks = max(configuration.dcp for configuration in configurations)
         asked = {name: _prompts(model, ranks, options) for name, model in models.items()}
@@ -124,7 +127,7 @@ def _private_folder() -> Path:
 def _write_models(
     configurations: Sequence[Configuration],
     folder: Path,
-    index_topk: int | None,
+    options: Options,
     progress: Callable[[str], None],
 ) -> dict[str, RehearsalModel]:
     models: dict[str, RehearsalModel] = {}
@@ -132,7 +135,12 @@ def _write_models(
         progress(f"writing a small random {name}")
         target = folder / str(len(models))
         try:
-            models[name] = write_checkpoint(name, target, index_topk=index_topk)
+            models[name] = write_checkpoint(
+                name,
+                target,
+                index_topk=options.index_topk,
+                max_model_len=max(MAX_MODEL_LEN, max_model_len(0, options.long_tokens)),
+            )
         except OSError as error:
             raise MachineError(
                 f"the weights of {name} cannot be written to {target}: {error}; a model takes "
@@ -160,7 +168,13 @@ def _references(
 
 def _prompts(model: RehearsalModel, ranks: int, options: Options) -> list[Prompt]:
     per_class = PROMPTS_PER_CLASS if options.soak_seconds is None else soak.PROMPTS_PER_CLASS
-    return prompts(model.index_topk, model.vocab_size, ranks, per_class=per_class)
+    return prompts(
+        model.index_topk,
+        model.vocab_size,
+        ranks,
+        per_class=per_class,
+        long_tokens=options.long_tokens,
+    )
 
 
 def _engine(
@@ -171,7 +185,9 @@ def _engine(
     shared: bool,
 ) -> tuple[EngineSpec, Requests]:
     """An engine and what it serves."""
-    limits = Limits(max_model_len(model.index_topk), options.max_num_batched_tokens)
+    limits = Limits(
+        max_model_len(model.index_topk, options.long_tokens), options.max_num_batched_tokens
+    )
     spec = engine_of(configuration, model.folder, limits, SHARED_KV_CACHE_BYTES if shared else None)
     if options.soak_seconds is None:
         requests = Requests.of(asked, model.vocab_size)
@@ -209,6 +225,7 @@ def _cases(
             cases.append(conduct(configuration, results[configuration.name]))
         elif options.soak_seconds is not None:
             cases += judge_soak(configuration, results)
+            cases += judge_memory(configuration, results[configuration.name])
         else:
             cases += judge(
                 configuration,
@@ -217,6 +234,7 @@ def _cases(
                 models[model],
                 recalls.get(configuration.name),
             )
+            cases += judge_memory(configuration, results[configuration.name])
             if model in references and configuration.kv_cache_dtype == "bfloat16":
                 numbers = outside.chosen(asked[model])
                 cases += judge_outside(configuration, results, numbers, references[model])

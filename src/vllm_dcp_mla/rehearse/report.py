@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from .against_plan import summary
 from .judge import Case
 from .machine import Machine
 from .rehearsal import Outcome
@@ -41,6 +42,7 @@ def remarks(outcome: Outcome) -> list[str]:
     """What to print under the table: problems, classes that ran, limits, the verdict."""
     wrong = sum(not case.ok for case in outcome.cases)
     lines = [f"{case.name}: {problem}" for case in outcome.cases for problem in case.problems]
+    lines += [f"{case.name}: {summary(case.lines)}" for case in outcome.cases if case.lines]
     for name, engine in outcome.engines.items():
         lines.append(f"{name} ran {engine['ran']}." if engine["ran"] else f"{name} did not run.")
         late = engine.get("late_compiles", ())

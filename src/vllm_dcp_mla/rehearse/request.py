@@ -17,12 +17,13 @@ from ..planner.request import (
     read_request,
 )
 from ..simulate.gpus import Gpu
-from .config import INDEX_TOPK, small_config
+from .config import INDEX_TOPK, MAX_MODEL_LEN, small_config
 from .configuration import Configuration, cover
 from .engine import GRAPHS, Graphs
 from .faults import FAULTS
 from .machine import LocalGpu, Machine
 from .options import Options
+from .workload import max_model_len
 
 #: Drafted tokens of the one MTP layer that these models have; vLLM applies it again and again.
 _MOST_MTP = 8
@@ -38,6 +39,7 @@ class RawRehearsal:
     index_topk: str
     ranks_per_gpu: str
     time_limit: str
+    long_prompt: str
     fault: str
     soak: str
     cover: bool
@@ -148,6 +150,7 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
     problems: list[str] = []
     mtp = _integer("--mtp", more.mtp, 0, _MOST_MTP, problems)
     seconds = _integer("--time-limit", more.time_limit, 10, 86_400, problems)
+    long_tokens = _integer("--long-prompt", more.long_prompt, 0, 1 << 20, problems)
     minutes = _integer("--soak", more.soak, 0, 1440, problems)
     share = None
     if more.ranks_per_gpu != _AUTO:
@@ -172,11 +175,24 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
         impossible = ["--tp and --pcp are 1: one rank is what a rehearsal compares with; use 2."]
     if minutes and more.fault:
         impossible.append("--soak and --break are both given; leave one out.")
+    if long_tokens and (minutes or more.fault):
+        impossible.append(
+            "--long-prompt is served once, and not by --soak or --break; leave it out."
+        )
     index_topk = int(more.index_topk) if more.index_topk else None
+    needed = max_model_len(0, long_tokens)
     try:  # here, where it costs nothing, and not after the machine was looked at
-        small_config(request.model, index_topk=index_topk)
+        config = small_config(
+            request.model, index_topk=index_topk, max_model_len=max(MAX_MODEL_LEN, needed)
+        )
     except ModelConfigError as error:
         impossible.append(str(error))
+    else:
+        if needed > config["max_position_embeddings"]:
+            impossible.append(
+                f"--long-prompt {long_tokens} needs a context of {needed} tokens, and "
+                f"{request.model} has {config['max_position_embeddings']}; give a shorter one."
+            )
     if impossible:
         raise RequestError(impossible, IMPOSSIBLE)
     return Rehearsal(
@@ -190,6 +206,7 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
             ranks_per_gpu=share,
             engine_seconds=seconds,
             fault=FAULTS[more.fault] if more.fault else None,
+            long_tokens=long_tokens,
             soak_seconds=60 * minutes or None,
         ),
     )

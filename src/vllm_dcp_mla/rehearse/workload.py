@@ -15,6 +15,8 @@ PROMPTS_PER_CLASS = 32
 GENERATED_TOKENS = 8
 #: Tokens whose log-probability is compared at every position.
 SCORED_TOKENS = 64
+#: Prompts of the length that a user asks for, beside the classes.
+LONG_PROMPTS = 2
 #: Where a prompt repeats the start of an earlier one: vLLM caches whole blocks of 64 tokens.
 _SHARED_PART = 0.75
 #: Generated at every step. The checkpoint's MTP layer drafts it too, always: whether a draft is
@@ -38,7 +40,7 @@ class Prompt:
     Attributes:
         length_class: name of its :class:`LengthClass`.
         tokens: the prompt.
-        wave: 0, or 1 for a prompt that is sent once its first blocks are cached.
+        wave: 0; 1 for a prompt that is sent once its first blocks are cached; 2 for a long one.
     """
 
     length_class: str
@@ -59,9 +61,14 @@ def length_classes(index_topk: int) -> tuple[LengthClass, ...]:
     )
 
 
-def max_model_len(index_topk: int) -> int:
-    """Tokens of the longest request, prompt and generated ones, in whole blocks of 64."""
-    return -(-(6 * index_topk + GENERATED_TOKENS) // 64) * 64
+def max_model_len(index_topk: int, long_tokens: int = 0) -> int:
+    """Tokens of the longest request, prompt and generated ones, in whole blocks of 64.
+
+    Args:
+        index_topk: as in :func:`length_classes`.
+        long_tokens: of the prompts beside the classes; 0 for none.
+    """
+    return -(-(max(6 * index_topk, long_tokens) + GENERATED_TOKENS) // 64) * 64
 
 
 def prompts(
@@ -70,6 +77,7 @@ def prompts(
     ranks: int,
     *,
     per_class: int = PROMPTS_PER_CLASS,
+    long_tokens: int = 0,
     seed: int = 0,
 ) -> list[Prompt]:
     """The requests of a rehearsal, in the order in which they are sent.
@@ -82,6 +90,7 @@ def prompts(
         vocab_size: tokens are drawn from ``[1, vocab_size)``.
         ranks: ranks that share a cache.
         per_class: prompts of a class, at least 8.
+        long_tokens: of :data:`LONG_PROMPTS` more, which come when all others are done; 0 for none.
         seed: of the draw.
     """
     if per_class < 8:
@@ -100,6 +109,9 @@ def prompts(
             tokens = start + _draw(rng, length - len(start), vocab_size)
             made.append(Prompt(band.name, tokens, 1))
     rng.shuffle(made)  # short and long ones meet in one batch
+    if long_tokens:
+        name = f"of {long_tokens}"
+        made += [Prompt(name, _draw(rng, long_tokens, vocab_size), 2) for _ in range(LONG_PROMPTS)]
     return sorted(made, key=lambda prompt: prompt.wave)
 
 

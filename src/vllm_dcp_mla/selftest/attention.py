@@ -1,6 +1,7 @@
-"""One rank's attention step, as the DeepSeek-V3.2 layer does it under DCP.
+"""One rank's attention step: vLLM's own layer code around this package's backend and builders.
 
-Query gather, ``forward_mqa`` and merge are vLLM's; the backend and the builders are ours.
+The layer's step is called on a stand-in that has what it reads: query gather, ``forward_mqa``,
+merge, and the identity in place of the projection that follows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -25,8 +27,10 @@ from .batch import (
     make_batch,
     shard_cache,
 )
+from .partition import rows_of_rank
 from .selection import select_keys
 from .subjects import Subject
+from .world import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +57,35 @@ def run_steps(
     shapes: tuple[Shape, ...],
     model_config: dict[str, Any],
     comm: str,
-    dcp: int,
+    sizes: Sizes,
     seed: int,
     device_type: str,
     subject: Subject,
     fault: str | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> list[StepResult]:
-    """Runs a step of each shape on this rank; compares this rank's heads with float64 attention."""
+    """Runs a step of each shape on this rank; compares its tokens and heads with float64 attention.
+
+    Args:
+        rank, num_ranks, folder: as :func:`.world.run_ranks` gives them.
+        shapes: the batches.
+        model_config: the model's ``config.json``.
+        comm: ``--dcp-comm-backend``.
+        sizes: parallel sizes; their product of TP and PCP is ``num_ranks``.
+        seed: of the random numbers.
+        device_type: ``cpu`` or ``cuda``.
+        subject: whose backend.
+        fault: a planted fault, or None.
+        settings: settings of the package.
+    """
     from vllm.config import set_current_vllm_config
 
+    assert num_ranks == sizes.num_ranks
     backend = subject.backend()
     device = world.place(rank, device_type)
-    config = world.engine_config(model_config, num_ranks, dcp, comm, subject.kernel)
+    config = world.engine_config(
+        model_config, sizes.tp, sizes.dcp, comm, subject.kernel, pcp=sizes.pcp, **(settings or {})
+    )
     hf = config.model_config.hf_text_config
     results = []
     with (
@@ -72,8 +93,8 @@ def run_steps(
         torch.inference_mode(),
         faults.planted(fault, backend),
     ):
-        group = world.join(rank, num_ranks, dcp, folder)
-        calls = observe.count_collectives(group)
+        group = world.join(rank, sizes, folder)
+        calls = observe.count_collectives()
         for shape in shapes:
             started = time.perf_counter()
             calls.clear()
@@ -82,11 +103,12 @@ def run_steps(
             if shape.late_rank == rank:
                 time.sleep(1)
             batch = make_batch(shape, seed, quantizes_query=subject.quantizes_query)
-            heads = shape.num_heads // num_ranks
-            mine = slice(rank * heads, (rank + 1) * heads)
+            heads = shape.num_heads // sizes.tp
+            first = rank % sizes.tp * heads
+            mine = slice(first, first + heads)
             builds = observe.Builds()
-            out = _attend(backend, group, shape, batch, mine, config, seed, device, builds)
-            wanted = expected_output(shape, batch, _scale(hf))[:, mine]
+            out, tokens = _attend(backend, group, shape, batch, mine, config, seed, device, builds)
+            wanted = expected_output(shape, batch, _scale(hf))[tokens, mine]
             error = _worst_error(out.cpu().double(), wanted)
             seconds = time.perf_counter() - started
             results.append(StepResult(error, tuple(calls), builds, seconds))
@@ -108,27 +130,45 @@ def _attend(
     seed: int,
     device: torch.device,
     builds: observe.Builds,
-) -> torch.Tensor:
-    """The merged output of this rank's heads, ``[T, heads, 512]``, on ``device``."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The merged output of this rank's heads, ``[T, heads, 512]``, and which tokens it has."""
     rank, dcp = group.rank_in_group, group.world_size
     cache, table = shard_cache(shape, batch, rank, dcp, seed)
-    query = batch.query[:, heads].to(device).contiguous()
-    common = _common_metadata(shape, batch, table, rank, dcp, device)
-    indexed = common.replace(num_actual_tokens=shape.num_tokens)
-    topk = select_keys(group, config, shape, batch, indexed, builds)
+    rows = rows_of_rank(shape, batch, table, config, rank, device)
+    query = batch.query[rows.tokens][:, heads].to(device).contiguous()
+    topk = select_keys(group, config, shape, batch, rows, builds)
     impl = _make_impl(backend, config, shape, topk, query.shape[1])
     layer = _make_layer(impl, config, batch, query)
     builder = _make_builder(backend, config, shape, layer, device)
     with builds.watch(device):
-        metadata = builder.build(0, common)
-    gathered = layer.dcp_manager.query_gather(query)
-    out, lse = impl.forward_mqa(gathered, cache.to(device), metadata, layer)
-    return layer.dcp_manager.combine(out, lse, seq_lens=None, query_start_loc=None)
+        metadata = builder.build(0, rows.common)
+    return _run_layer(layer, query, cache.to(device), metadata), rows.tokens
+
+
+def _run_layer(layer: Any, query: torch.Tensor, cache: torch.Tensor, metadata: Any) -> torch.Tensor:
+    """vLLM's attention step of the layer, up to the projection of its output."""
+    from vllm.models.deepseek_v32 import attention as stock
+
+    out = torch.full((len(query), query.shape[1] * LATENT_DIM), float("nan")).bfloat16()
+    out = out.to(query.device)
+    latent, rotary = query[..., :LATENT_DIM], query[..., LATENT_DIM:]
+    slots = metadata.slot_mapping
+    context = mock.patch.object(
+        stock, "get_attention_context", return_value=(metadata, layer, cache, slots)
+    )
+    nothing = torch.empty(len(query), 0, device=query.device)
+    with context:
+        stock.DeepseekV32Attention._sparse_indexer_and_attn(
+            layer,
+            *(nothing, nothing, latent, rotary, None, None, None),
+            *(latent, rotary, latent, query if layer._fp8_query else rotary, out),
+        )
+    return out.view(len(query), query.shape[1], LATENT_DIM)
 
 
 def _make_impl(backend: Any, config: Any, shape: Shape, topk: torch.Tensor, heads: int) -> Any:
     hf = config.model_config.hf_text_config
-    return backend.get_impl_cls()(
+    impl = backend.get_impl_cls()(
         num_heads=heads,
         head_size=HEAD_DIM,
         scale=_scale(hf),
@@ -148,11 +188,15 @@ def _make_impl(backend: Any, config: Any, shape: Shape, topk: torch.Tensor, head
         kv_b_proj=None,
         topk_indices_buffer=topk,
     )
+    impl.index_group = None  # of one layer there is none
+    impl.do_kv_cache_update = lambda *args: None  # the cache is written already
+    return impl
 
 
 def _make_layer(impl: Any, config: Any, batch: Batch, query: torch.Tensor) -> Any:
     from vllm.v1.attention.ops.dcp import MLADCPManager
 
+    use_pcp = config.parallel_config.prefill_context_parallel_size > 1
     manager = MLADCPManager(
         vllm_config=config,
         device=query.device,
@@ -163,10 +207,27 @@ def _make_layer(impl: Any, config: Any, batch: Batch, query: torch.Tensor) -> An
         output_dtype=torch.bfloat16,
         padded_num_heads=None,
         is_lse_base_on_e=impl.lse_base_on_e,
-        use_pcp=False,
+        use_pcp=use_pcp,
     )
+    heads = query.shape[1]
+    identity = torch.eye(LATENT_DIM, dtype=torch.bfloat16, device=query.device)
     return SimpleNamespace(
         impl=impl,
+        layer_name="selftest",
+        indexer=None,
+        skip_topk=True,
+        use_pcp=use_pcp,
+        pcp_shard_decode_requests=False,
+        kv_cache_dtype=impl.kv_cache_dtype,
+        num_heads=heads,
+        num_local_heads=heads,
+        kv_lora_rank=LATENT_DIM,
+        v_head_dim=LATENT_DIM,
+        W_UV=identity.expand(heads, -1, -1),
+        _use_sparse_mha=lambda metadata: False,
+        _fp8_query=query.dtype == torch.float8_e4m3fn,
+        _fp8_kv_needs_view=False,
+        _k_scale=None,
         dcp_manager=manager,
         prefill_backend=None,
         _q_scale_float=batch.query_scale,
@@ -187,32 +248,6 @@ def _make_builder(backend: Any, config: Any, shape: Shape, layer: Any, device: t
         cache_dtype_str=shape.cache_dtype,
     )
     return backend.get_builder_cls()(spec, [name], config, device)
-
-
-def _common_metadata(
-    shape: Shape, batch: Batch, table: torch.Tensor, rank: int, dcp: int, device: torch.device
-) -> Any:
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    from ..topology import local_seq_len
-
-    starts = torch.tensor([0, *shape.query_lens], dtype=torch.int32).cumsum(0).int()
-    seq_lens = torch.tensor(shape.seq_lens, dtype=torch.int32)
-    local = [local_seq_len(n, rank, dcp, shape.interleave) for n in shape.seq_lens]
-    return CommonAttentionMetadata(
-        query_start_loc=starts.to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=seq_lens.to(device),
-        num_reqs=len(shape.seq_lens),
-        num_actual_tokens=len(batch.query),
-        max_query_len=max(shape.query_lens),
-        max_seq_len=max(shape.seq_lens),
-        block_table_tensor=table.to(device),
-        slot_mapping=torch.full((len(batch.query),), -1, dtype=torch.int64, device=device),
-        dcp_local_seq_lens=torch.tensor(local, dtype=torch.int32).to(device),
-        seq_lens_cpu_upper_bound=seq_lens,
-        is_prefilling=torch.arange(len(shape.seq_lens)) >= shape.num_decodes,
-    )
 
 
 def _worst_error(out: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+#: Last in the list while a group's own collective runs: what it calls is not noted again.
+_UNDER_WAY = "under way"
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
@@ -58,13 +60,20 @@ class Builds:
         self.late_compiles = (self.late_compiles or 0) + len(compiled)
 
 
-def count_collectives(group: Any) -> list[str]:
-    """Wraps the collectives of this rank's process; returns the list that they are noted in."""
+def count_collectives() -> list[str]:
+    """Wraps the collectives of this rank's process; returns the list that they are noted in.
+
+    Those are the calls of vLLM's groups, and the two of torch that are called past them.
+    """
     calls: list[str] = []
-    for name in ("all_gather", "reduce_scatter"):
-        setattr(group, name, _counted(name, getattr(group, name), calls))
+    from vllm.distributed.parallel_state import get_dcp_group, get_tp_group
+
+    for group in {id(g): g for g in (get_dcp_group(), get_tp_group())}.values():
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            setattr(group, name, _counted(name, getattr(group, name), calls))
     distributed: Any = torch.distributed
     exchange = distributed.all_to_all_single
+    gather = distributed.all_gather_into_tensor
 
     def counted_exchange(
         out: torch.Tensor, x: torch.Tensor, *, group: Any, async_op: bool
@@ -75,7 +84,19 @@ def count_collectives(group: Any) -> list[str]:
         work = exchange(received, x.cpu(), group=group, async_op=True)
         return _StagedExchange(work, received, out)
 
+    def counted_gather(out: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
+        if calls and calls[-1] == _UNDER_WAY:
+            return gather(out, x, **options)
+        calls.append(f"all_gather_into_tensor {tuple(out.shape)}")
+        if out.device.type == "cpu":
+            return gather(out, x, **options)
+        received = torch.empty_like(out, device="cpu")
+        gather(received, x.cpu(), **options)
+        out.copy_(received)
+        return None
+
     distributed.all_to_all_single = counted_exchange
+    distributed.all_gather_into_tensor = counted_gather
     return calls
 
 
@@ -91,13 +112,14 @@ class _StagedExchange:
 
 
 def _counted(name: str, stock: Callable[..., torch.Tensor], calls: list[str]) -> Any:
-    def counted(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        calls.append(name)
+    def counted(x: torch.Tensor, **options: int) -> torch.Tensor:
+        calls.extend((name, _UNDER_WAY))
         sent = x.cpu()
         if x.dtype == torch.float8_e4m3fn:  # gloo knows no float8; its bytes travel as well
-            received = stock(sent.view(torch.uint8), dim=dim).view(x.dtype)
+            received = stock(sent.view(torch.uint8), **options).view(x.dtype)
         else:
-            received = stock(sent, dim=dim)
+            received = stock(sent, **options)
+        calls.pop()
         return received.to(x.device)
 
     return counted

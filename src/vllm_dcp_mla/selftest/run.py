@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..gather_plan import PAGE_ROWS
 from ..models import load_config
 from . import world
 from .attention import StepResult, run_steps
-from .cases import cases, warm_up
+from .batch import HEAD_DIM
+from .cases import cases, pcp_cases, warm_up
 from .subjects import subject_of
 
 #: Largest accepted relative error of a token and head. Partial outputs and their weighted sum are
@@ -46,8 +48,7 @@ class Case:
 
 
 def run_selftest(
-    tp: int,
-    dcp: int,
+    sizes: world.Sizes,
     interleaves: Sequence[int],
     device: str,
     gpu: str,
@@ -57,8 +58,7 @@ def run_selftest(
     """Runs every case and reports each as it is known.
 
     Args:
-        tp: ranks; each holds its share of the heads.
-        dcp: ranks that share a request's cache; divides ``tp``.
+        sizes: parallel sizes; each TP rank holds its share of the heads.
         interleaves: tokens a rank stores before the next takes over, one run each.
         device: ``cpu`` or ``cuda``, as :func:`.world.prepare` was told.
         gpu: whose backend runs, a name of :data:`..simulate.gpus.GPUS`.
@@ -69,23 +69,57 @@ def run_selftest(
         .world.RankError: a rank failed instead of answering.
     """
     model = {**load_config("glm-5.2"), "index_topk": _TOPK}
-    heads = max(8, 2 * tp)
-    # Without PCP vLLM offers both exchanges; the a2a path is shown once.
-    runs = [("ag_rs", interleave) for interleave in interleaves] + [("a2a", interleaves[0])]
+    heads = max(8, 2 * sizes.tp)
     outcome = []
-    for comm, interleave in runs:
-        shapes = cases(heads, dcp, interleave)
-        warmed = warm_up(heads, interleave) if device == "cuda" else ()
-        steps = (*warmed, *shapes)
+    for run in _runs(sizes, interleaves):
+        shapes = (
+            pcp_cases(heads, sizes.pcp, sizes.dcp, run.interleave)
+            if sizes.pcp > 1
+            else cases(heads, sizes.dcp, run.interleave)
+        )
+        warmed = warm_up(heads, run.interleave) if device == "cuda" else ()
         ranks = world.run_ranks(
-            tp, run_steps, steps, model, comm, dcp, _SEED, device, subject_of(gpu), fault
+            sizes.num_ranks,
+            run_steps,
+            *((*warmed, *shapes), model, run.comm, sizes, _SEED, device, subject_of(gpu), fault),
+            run.settings,
         )
         ranks = [results[len(warmed) :] for results in ranks]
         for shape, results in zip(shapes, zip(*ranks, strict=True), strict=True):
-            case = _judge(f"{shape.name} ({comm}, interleave {interleave})", results)
+            case = _judge(f"{shape.name} ({run.name})", results)
             progress(case)
             outcome.append(case)
     return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What ranks are started for once."""
+
+    name: str
+    comm: str
+    interleave: int
+    settings: dict[str, Any]
+
+
+def _runs(sizes: world.Sizes, interleaves: Sequence[int]) -> list[_Run]:
+    def run(comm: str, interleave: int, name: str = "", **settings: Any) -> _Run:
+        return _Run(f"{comm}, interleave {interleave}{name}", comm, interleave, settings)
+
+    if sizes.pcp == 1:
+        # Without PCP vLLM offers both exchanges; the a2a path is shown once.
+        return [*(run("ag_rs", i) for i in interleaves), run("a2a", interleaves[0])]
+    # A few rows of each rank at a time, and results of a few tokens: contexts are cut everywhere.
+    few = [
+        run("ag_rs", i, ", in ranges", gather_limit_bytes=_few_rows(sizes, i)) for i in interleaves
+    ]
+    return [*few, run("ag_rs", interleaves[0], ", whole")]
+
+
+def _few_rows(sizes: world.Sizes, interleave: int) -> int:
+    """Bytes for some 100 rows of a bf16 cache in all, or one turn of every rank."""
+    rows = max(128, sizes.dcp * interleave)
+    return (rows + PAGE_ROWS) * 2 * HEAD_DIM
 
 
 def _judge(name: str, results: Sequence[StepResult]) -> Case:

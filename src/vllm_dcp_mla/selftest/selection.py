@@ -1,7 +1,8 @@
 """The indexer's choice of keys under DCP: our metadata builder, everything else in plain torch.
 
 Each rank scores the keys it stores up to the bound that the builder gives a row and keeps its best;
-the ranks choose among what they exchange, as vLLM does with kernels that need a GPU.
+the ranks choose among what they exchange, as vLLM does with kernels that need a GPU. With PCP that
+is so for decode rows; a prefill row sees all keys, up to a bound that counts all of them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import torch
 
 from .batch import Batch, Shape
 from .observe import Builds
+from .partition import Rows
 
 
 def select_keys(
-    group: Any, config: Any, shape: Shape, batch: Batch, common: Any, builds: Builds
+    group: Any, config: Any, shape: Shape, batch: Batch, rows: Rows, builds: Builds
 ) -> torch.Tensor:
     """The positions each token attends, ``[T, topk]`` int32, -1 behind the last one.
 
@@ -25,30 +27,38 @@ def select_keys(
         config: the engine's configuration.
         shape: the batch's shape.
         batch: the batch, whole.
-        common: vLLM's metadata of the batch on this rank, without padding.
+        rows: this rank's rows.
         builds: notes what happens inside the metadata build.
     """
-    device = common.seq_lens.device
-    rank, dcp, interleave = group.rank_in_group, group.world_size, shape.interleave
+    device = rows.common.seq_lens.device
+    tokens = [token for token in rows.tokens.tolist() if token < shape.num_tokens]
+    common = rows.common.replace(num_actual_tokens=len(tokens))
     builder = _make_builder(config, shape, common)
     with builds.watch(device):
         metadata = builder.build(0, common)
-    bounds = _row_bounds(metadata, shape.num_tokens)
-    best = torch.full((shape.num_tokens, shape.topk, 2), float("-inf"))
-    for token, request in enumerate(batch.token_request):
-        local = torch.arange(int(bounds[token]))
-        positions = (local // interleave * dcp + rank) * interleave + local % interleave
+    bounds = _row_bounds(metadata, len(tokens))
+    alone = metadata.num_decode_tokens if builder.use_pcp else len(tokens)
+    rank, dcp, interleave = group.rank_in_group, group.world_size, shape.interleave
+    best = torch.full((len(tokens), shape.topk, 2), float("-inf"))
+    for row, token in enumerate(tokens):
+        keys = torch.arange(int(bounds[row]))
+        if row < alone:
+            keys = (keys // interleave * dcp + rank) * interleave + keys % interleave
         # A bound that is too large names keys past the request's end: they have no score.
-        positions = positions[positions < len(batch.scores[request])]
-        scores = batch.scores[request][positions]
-        kept = scores.topk(min(shape.topk, len(scores)))
-        best[token, : len(kept.indices), 0] = kept.values
-        best[token, : len(kept.indices), 1] = positions[kept.indices].float()
-    candidates = group.all_gather(best, dim=1)
+        scores = batch.scores[batch.token_request[token]]
+        keys = keys[keys < len(scores)]
+        kept = scores[keys].topk(min(shape.topk, len(keys)))
+        best[row, : len(kept.indices), 0] = kept.values
+        best[row, : len(kept.indices), 1] = keys[kept.indices].float()
+    candidates = best
+    if alone:
+        candidates = torch.full((len(tokens), shape.topk * dcp, 2), float("-inf"))
+        candidates[:, : shape.topk] = best
+        candidates[:alone] = group.all_gather(best[:alone], dim=1)
     chosen = candidates[..., 0].topk(shape.topk, dim=1)
     positions = candidates[..., 1].gather(1, chosen.indices)
-    topk = torch.full((len(batch.query), shape.topk), -1, dtype=torch.int32)
-    topk[: shape.num_tokens] = torch.where(chosen.values.isinf(), -1.0, positions).int()
+    topk = torch.full((len(rows.tokens), shape.topk), -1, dtype=torch.int32)
+    topk[: len(tokens)] = torch.where(chosen.values.isinf(), -1.0, positions).int()
     return topk.to(device)
 
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from ..capability import FLASH_ATTN_3, FLASHINFER
+from ..compat.releases import installed_release
 from ..simulate.gpus import GPUS
 
 
@@ -43,6 +44,12 @@ _SUBJECTS = {
         quantizes_query=False,
     ),
 }
+
+
+def served() -> list[Subject]:
+    """The subjects that exist beside the installed vLLM."""
+    stays = installed_release().left_to_stock
+    return [subject for subject in _SUBJECTS.values() if subject.member not in stays]
 
 
 def subject_of(gpu: str) -> Subject:

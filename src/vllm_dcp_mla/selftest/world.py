@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,24 @@ if TYPE_CHECKING:
 
 MODEL_LEN = 8192
 MAX_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """vLLM's parallel sizes."""
+
+    tp: int
+    pcp: int
+    dcp: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tp * self.pcp
+
+    def __str__(self) -> str:
+        pcp = f" PCP{self.pcp}" if self.pcp > 1 else ""
+        return f"TP{self.tp}{pcp} DCP{self.dcp}"
 
 
 class RankError(RuntimeError):
@@ -81,9 +100,11 @@ def prepare(device_type: str) -> None:
     register()
     import vllm.model_executor.models.deepseek_v2
 
-    from ..backends import hopper, trtllm  # noqa: F401
     from ..indexer import hooks
+    from . import subjects
 
+    for subject in subjects.served():
+        subject.backend()
     hooks.install()
     if device_type == "cpu":
         _complete_interpreted_merge()
@@ -210,9 +231,26 @@ def _rank_main(
 
 
 def engine_config(
-    model_config: dict[str, Any], num_ranks: int, dcp: int, comm: str, kernel: str = "reference"
+    model_config: dict[str, Any],
+    num_ranks: int,
+    dcp: int,
+    comm: str,
+    kernel: str = "reference",
+    *,
+    pcp: int = 1,
+    **settings: Any,
 ) -> Any:
-    """A ``VllmConfig`` of one rank, tensor parallel over all ranks, DCP over groups of them."""
+    """A ``VllmConfig`` of one rank.
+
+    Args:
+        model_config: the model's ``config.json``.
+        num_ranks: ranks of a tensor parallel group.
+        dcp: ranks of a DCP group.
+        comm: ``--dcp-comm-backend``.
+        kernel: the setting ``kernel``.
+        pcp: ranks of a PCP group.
+        settings: further settings of the package.
+    """
     import json
 
     from vllm.engine.arg_utils import EngineArgs
@@ -224,6 +262,7 @@ def engine_config(
             skip_tokenizer_init=True,
             load_format="dummy",
             tensor_parallel_size=num_ranks,
+            prefill_context_parallel_size=pcp,
             decode_context_parallel_size=dcp,
             dcp_comm_backend=comm,
             max_model_len=MODEL_LEN,
@@ -231,25 +270,27 @@ def engine_config(
             max_num_seqs=16,
             distributed_executor_backend="external_launcher",
             enforce_eager=True,
-            additional_config={"dcp_mla": {"kernel": kernel}},
+            additional_config={"dcp_mla": {"kernel": kernel, **settings}},
         ).create_engine_config()
     config.cache_config.block_size = 64  # the CPU platform overrules it for its own backend
     return config
 
 
-def join(rank: int, num_ranks: int, dcp: int, folder: Path) -> Any:
-    """Joins the process group; returns vLLM's DCP group. The configuration must be current."""
+def join(rank: int, sizes: Sizes, folder: Path) -> Any:
+    """Joins the process groups; returns vLLM's DCP group. The configuration must be current."""
     from vllm.distributed import parallel_state
 
     parallel_state.init_distributed_environment(
-        world_size=num_ranks,
+        world_size=sizes.num_ranks,
         rank=rank,
         local_rank=rank,
         distributed_init_method=f"file://{folder}/rendezvous",
         backend="gloo",
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=num_ranks, decode_context_model_parallel_size=dcp
+        tensor_model_parallel_size=sizes.tp,
+        prefill_context_model_parallel_size=sizes.pcp,
+        decode_context_model_parallel_size=sizes.dcp,
     )
     return parallel_state.get_dcp_group()
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from ...kernels.base import LaunchShape
-from ...key_splits import most_split_tokens, tilings_of
 from ..engine import Batch
 from ..fits import Line, estimate_step, fit
 from ..inputs import CACHES, DIMS, TOPK, make_cache
@@ -69,9 +68,7 @@ def _attention(
 
     tokens, heads, rows = shape["tokens"], shape["heads"], shape["rows"]
     launch = LaunchShape(heads, TOPK, CACHES["bf16"], DIMS)
-    small, full = hopper._choose_kernels(launch, "auto", session.num_sms, rows)
-    most = most_split_tokens(heads, session.num_sms, tilings_of(heads, rows))
-    chosen = small if tokens <= most else full
+    chosen = hopper.choose_kernels(launch, "auto", session.num_sms, rows).of(tokens)
     for row in at_shape(session, "growth", cache, tokens, heads, rows, (chosen.name,)):
         yield replace(
             _on_line(row, line, number),

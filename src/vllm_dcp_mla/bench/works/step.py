@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ...kernels.base import LaunchShape
-from ...key_splits import most_split_tokens, tilings_of
 from .. import check, floor
 from ..counting import profiled_launches
 from ..inputs import CACHES, DIMS, HEAD_DIM, TOPK
@@ -196,11 +195,9 @@ def ours(
     impl: Any = object.__new__(hopper.DcpFlashAttnMLASparseImpl)
     shape = LaunchShape(_HEADS, TOPK, cache.dtype, DIMS)
     rows = TOPK // _DCP
-    tilings = tilings_of(_HEADS, rows)
     impl._shape = shape
     impl._is_quantized = cache.dtype != torch.bfloat16
-    impl._small, impl._full = hopper._choose_kernels(shape, "auto", session.num_sms, rows)
-    impl._small_tokens = most_split_tokens(_HEADS, session.num_sms, tilings)
+    impl._kernels = {_HEADS: hopper.choose_kernels(shape, "auto", session.num_sms, rows)}
     impl._buffers = make_buffers(session)
     impl.scale = _SCALE
     return _attend(impl, cache.view(-1, _BLOCK, HEAD_DIM), _metadata(selections), scale)
@@ -261,6 +258,7 @@ def _metadata(selections: Selections) -> Any:
         req_id_per_token=selections.request_of,
         block_table=selections.table,
         cp_kv_cache_interleave_size=1,
+        gather=None,  # only PCP gathers keys
     )
 
 

@@ -1,9 +1,9 @@
-"""Why stock's PCP selects other keys than TP1: index keys are rounded twice, to bf16 and to fp8.
+"""Why stock's PCP differs from TP1: an fp8 cache's values are rounded twice, to bf16 and to fp8.
 
-Without PCP, vLLM's fused kernel rounds an index key from float32 to fp8 and writes it. With PCP it
-writes the key as bf16, ranks exchange it, and it is rounded to fp8 then. A 32nd of all values are
-so near the middle of two fp8 numbers that bf16 moves them onto the other side. Neither rounding is
-nearer to the truth; selections differ by near-ties.
+Without PCP, vLLM's fused kernel rounds an index key, and the row of a quantised KV cache, from
+float32 to fp8 and writes it. With PCP it writes them as bf16, ranks exchange them, and they are
+rounded to fp8 then. A 32nd of all values are so near the middle of two fp8 numbers that bf16 moves
+them onto the other side. Neither rounding is nearer to the truth; selections differ by near-ties.
 """
 
 import inspect
@@ -23,13 +23,14 @@ def kernels(cpu_vllm):
 
 
 def fused(kernels, index_k, dtype):
-    """Raw index keys ``[T, DIM + ...]`` as stock's kernel normalises and rotates them."""
+    """Index keys ``[T, DIM]`` as stock's kernel normalises and rotates them, and latent rows."""
     rows = len(index_k)
     generator = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     angles = torch.arange(rows)[:, None] * 1e6 ** -(torch.arange(0, ROPE, 2) / ROPE)
     table = torch.cat((angles.cos(), angles.sin()), -1)
     keys = torch.empty(rows, DIM, dtype=dtype)
+    latent = torch.empty(rows, 512, dtype=dtype)
     kernels.fused_norm_rope(
         torch.arange(rows),
         draw(rows, 64).bfloat16(),
@@ -47,11 +48,11 @@ def fused(kernels, index_k, dtype):
         table,
         torch.empty(rows, 512, dtype=torch.int32),
         index_rope_interleave=True,
-        kv_c_out=torch.empty(rows, 512).bfloat16(),
+        kv_c_out=latent,
         k_pe_out=torch.empty(rows, ROPE).bfloat16(),
         index_k_out=keys,
     )
-    return keys
+    return keys, latent
 
 
 def to_fp8(keys):
@@ -69,8 +70,8 @@ def test_keys_that_pcp_exchanges_are_rounded_already(kernels):
         "stock exchanges other keys now: measure again, and drop this test if it is float32 or fp8"
     )
     raw = torch.randn(TOKENS, DIM + 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    exact = fused(kernels, raw, torch.float32)
-    exchanged = fused(kernels, raw, torch.empty_like(raw[:, :DIM]).dtype)
+    exact, _ = fused(kernels, raw, torch.float32)
+    exchanged, _ = fused(kernels, raw, torch.empty_like(raw[:, :DIM]).dtype)
     assert exchanged.dtype == torch.bfloat16
     torch.testing.assert_close(exchanged.float(), exact, rtol=2**-7, atol=0)
     once, scales = to_fp8(exact)
@@ -79,6 +80,21 @@ def test_keys_that_pcp_exchanges_are_rounded_already(kernels):
     moved = (once != twice).float().mean()
     # A 32nd where bf16 rounds to nearest; Triton's interpreter truncates, which moves a 16th.
     assert 0.02 < moved < 0.08
+
+
+@pytest.mark.vllm
+def test_rows_of_an_fp8_cache_that_pcp_exchanges_are_rounded_already(kernels):
+    from vllm.models.deepseek_v32.attention import DeepseekV32Attention
+
+    source = inspect.getsource(DeepseekV32Attention.forward)
+    assert "kv_c_out = torch.empty_like(kv_c)" in source, "stock exchanges other rows now"
+    raw = torch.randn(TOKENS, DIM + 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    _, exact = fused(kernels, raw, torch.float32)
+    _, exchanged = fused(kernels, raw, torch.bfloat16)
+    once, twice = (rows.to(torch.float8_e4m3fn).float() for rows in (exact, exchanged))
+    assert 0.02 < (once != twice).float().mean() < 0.08
+    errors = [(rows - exact).square().mean().sqrt() for rows in (once, twice)]
+    assert errors[1] == pytest.approx(errors[0].item(), rel=0.02)
 
 
 def test_a_value_that_is_rounded_twice_is_no_worse():

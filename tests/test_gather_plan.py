@@ -1,0 +1,136 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_dcp_mla.gather_plan import (
+    DEFAULT_GATHER_LIMIT_BYTES,
+    PAGE_ROWS,
+    plan_chunks,
+    plan_gather,
+)
+from vllm_dcp_mla.topology import local_seq_len
+
+GIB = 1 << 30
+GLM = {
+    "limit_bytes": DEFAULT_GATHER_LIMIT_BYTES,
+    "row_bytes": 576,
+    "dcp": 4,
+    "interleave": 1,
+    "max_model_len": 1 << 20,
+    "max_num_seqs": 1024,
+    "max_num_tokens": 32_768,
+    "heads": 64,
+    "latent_dim": 512,
+}
+
+
+def plan(**changes):
+    return plan_gather(**{**GLM, **changes})
+
+
+def test_the_default_limit_holds_at_a_million_tokens():
+    made = plan()
+    assert DEFAULT_GATHER_LIMIT_BYTES == GIB // 2
+    assert made.total_bytes <= GIB // 2
+    assert made.total_bytes > GIB // 2 - 64 * 576
+    assert made.merge_tokens == 1024  # an eighth, of 64 KiB a token
+    assert (made.rows_per_rank * 4, plan(row_bytes=1152).rows_per_rank * 4) == (815_552, 407_744)
+
+
+def test_contexts_that_always_fit_need_no_room_for_partial_results():
+    made = plan(max_model_len=131_072, max_num_seqs=3)
+    assert made.merge_tokens == 0
+    assert made.rows_per_rank == 3 * 32_768
+    assert made.total_bytes == made.key_bytes == 3 * 131_072 * 576
+
+
+def test_a_workspace_that_is_there_takes_the_limits_place():
+    assert plan(workspace_bytes=1 << 26).total_bytes <= 1 << 26
+    assert plan(workspace_bytes=1 << 26) == plan(limit_bytes=1 << 26)
+
+
+@pytest.mark.parametrize("interleave", [1, 64])
+def test_a_limit_too_small_names_the_bytes_that_suffice(interleave):
+    pages = -(-4 * interleave // PAGE_ROWS) * PAGE_ROWS
+    needed = pages * 576 + 64 * 512 * 2
+    assert plan(interleave=interleave, limit_bytes=needed).rows_per_rank >= interleave
+    with pytest.raises(ValueError, match=f"is {needed - 1}, but .* need {needed} bytes; raise"):
+        plan(interleave=interleave, limit_bytes=needed - 1)
+
+
+SIZES = {
+    "limit_bytes": st.integers(1, 1 << 32),
+    "row_bytes": st.sampled_from([512, 576, 1152]),
+    "dcp": st.sampled_from([2, 3, 4, 8, 16]),
+    "interleave": st.sampled_from([1, 2, 16, 64]),
+    "max_model_len": st.integers(1, 1 << 20),
+    "max_num_seqs": st.integers(1, 1024),
+    "max_num_tokens": st.integers(1, 1 << 16),
+    "heads": st.sampled_from([1, 8, 64, 128]),
+}
+
+
+@given(st.fixed_dictionaries(SIZES))
+def test_a_plan_fits_its_limit(sizes):
+    try:
+        made = plan(**sizes)
+    except ValueError:
+        assert sizes["limit_bytes"] < 16 * 64 * 1152 + 64 * 1152 + 128 * 1024
+        return
+    assert made.total_bytes <= sizes["limit_bytes"]
+    assert made.key_bytes % (PAGE_ROWS * sizes["row_bytes"]) == 0
+    assert made.rows_per_rank * sizes["dcp"] * sizes["row_bytes"] <= made.key_bytes
+    assert made.rows_per_rank % sizes["interleave"] == 0
+    longest = local_seq_len(sizes["max_model_len"], 0, sizes["dcp"], sizes["interleave"])
+    cut = any(not c.whole for c in plan_chunks([longest], made.rows_per_rank, sizes["interleave"]))
+    assert cut is (made.merge_tokens > 0)
+
+
+@given(
+    st.lists(st.integers(1, 200), max_size=12),
+    st.integers(1, 40),
+    st.sampled_from([1, 4, 64]),
+    st.sampled_from([1, 2, 4, 8]),
+)
+def test_chunks_hold_every_row_once_and_every_position_in_its_range(
+    lengths, turns, interleave, dcp
+):
+    capacity = turns * interleave
+    shares = [local_seq_len(length, 0, dcp, interleave) for length in lengths]
+    chunks = plan_chunks(shares, capacity, interleave)
+    seen = []
+    for chunk in chunks:
+        first, last = chunk.requests
+        assert len(chunk.rows) == last - first
+        assert 0 < chunk.rows_per_rank <= capacity
+        if chunk.whole:
+            assert chunk.start == 0
+            seen += [(r, row) for r, n in zip(range(first, last), chunk.rows, strict=True)
+                     for row in range(n)]  # fmt: skip
+            continue
+        assert last == first + 1
+        seen += [(first, row) for row in range(chunk.start, chunk.start + chunk.rows_per_rank)]
+        low, high = chunk.positions(dcp, interleave)
+        for position in range(lengths[first]):
+            local = position // (dcp * interleave) * interleave + position % interleave
+            inside = chunk.start <= local < chunk.start + chunk.rows_per_rank
+            # A share may end inside its last turn, where other ranks have fewer rows still.
+            assert inside is (low <= position < high)
+    assert seen == [(r, row) for r, share in enumerate(shares) for row in range(share)]
+
+
+def test_chunks_are_full_where_requests_allow_it():
+    chunks = plan_chunks([3, 3, 3, 25, 2, 8], 10, 1)
+    assert [(c.requests, c.rows, c.start, c.whole) for c in chunks] == [
+        ((0, 3), (3, 3, 3), 0, True),
+        ((3, 4), (10,), 0, False),
+        ((3, 4), (10,), 10, False),
+        ((3, 4), (5,), 20, False),
+        ((4, 6), (2, 8), 0, True),
+    ]
+    assert plan_chunks([], 10, 1) == []
+
+
+def test_a_capacity_of_broken_turns_is_refused():
+    with pytest.raises(ValueError, match="rows_per_rank is 10, not a multiple of 4"):
+        plan_chunks([3], 10, 4)
