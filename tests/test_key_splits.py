@@ -1,19 +1,37 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dcp_mla.key_splits import BLOCK_HEADS, head_blocks, num_splits, partial_bytes
+from vllm_dcp_mla import key_splits
+from vllm_dcp_mla.bench.candidates import CANDIDATES
+from vllm_dcp_mla.key_splits import (
+    CHOICES,
+    Choice,
+    Tiling,
+    arrival_bytes,
+    head_blocks,
+    most_split_tokens,
+    num_splits,
+    partial_bytes,
+    tiling_for,
+    tilings_of,
+)
 
 SHAPES = (st.integers(0, 5000), st.integers(1, 300), st.integers(1, 4096), st.integers(1, 160))
+TILINGS = [*{c.tiling for c in CHOICES}, *CANDIDATES]
 
 
-@given(*SHAPES)
-def test_partial_results_fit_whatever_the_launch_is(tokens, heads, topk, sms):
-    splits = num_splits(tokens, heads, topk, sms)
-    assert splits >= 1
+@given(*SHAPES, st.sampled_from(TILINGS))
+def test_partial_results_and_arrivals_fit_whatever_the_launch_is(tokens, heads, topk, sms, tiling):
+    splits = num_splits(tokens, heads, topk, sms, tiling)
+    assert 1 <= splits <= tiling.splits
     if splits > 1:
-        assert tokens * head_blocks(heads) * splits <= sms
+        blocks = tokens * head_blocks(heads, tiling.heads)
+        assert blocks * splits <= sms * tiling.blocks_per_sm
         assert tokens * splits * heads * (512 + 1) * 4 <= partial_bytes(512, sms)
+        assert blocks * 4 <= arrival_bytes(sms)
 
 
 @pytest.mark.parametrize(
@@ -31,8 +49,49 @@ def test_partial_results_fit_whatever_the_launch_is(tokens, heads, topk, sms):
     ],
 )
 def test_splits_on_an_h200(tokens, heads, topk, splits):
-    assert num_splits(tokens, heads, topk, 132) == splits
+    assert num_splits(tokens, heads, topk, 132, Tiling()) == splits
+
+
+def test_smaller_blocks_of_heads_share_an_sm():
+    small = Tiling(heads=16, keys=32, warps=4, blocks_per_sm=4, splits=64)
+    assert num_splits(1, 64, 2048, 132, small) == 64
+    assert num_splits(1, 64, 2048, 132, replace(small, splits=8)) == 8
+    assert num_splits(16, 64, 2048, 132, small) == 8
+    assert most_split_tokens(64, 132, [small, Tiling()]) == 132
+    assert most_split_tokens(65, 132, [Tiling()]) == 66
 
 
 def test_heads_are_attended_in_blocks():
-    assert [head_blocks(h) for h in (1, BLOCK_HEADS, BLOCK_HEADS + 1)] == [1, 1, 2]
+    assert [head_blocks(h) for h in (1, 64, 65)] == [1, 1, 2]
+    assert head_blocks(64, 16) == 4
+
+
+def test_a_tiling_that_its_memory_does_not_hold_is_refused():
+    for wrong in ({"heads": 32, "blocks_per_sm": 3}, {"splits": 65}):
+        with pytest.raises(ValueError, match="more than 64"):
+            Tiling(**wrong)
+
+
+@given(*SHAPES[:3])
+def test_every_launch_has_a_tiling_and_it_is_warmed(tokens, heads, rows):
+    assert tiling_for(tokens, heads, rows) in tilings_of(heads, rows)
+
+
+def test_the_first_choice_that_holds_is_taken(monkeypatch):
+    few, small, rest = Tiling(heads=16), Tiling(heads=32), Tiling()
+    anything = 1 << 31
+    monkeypatch.setattr(
+        key_splits,
+        "CHOICES",
+        (
+            Choice(8, 512, 64, few),
+            Choice(64, 512, 64, small),
+            Choice(64, 2048, 128, few),
+            Choice(anything, anything, anything, rest),
+        ),
+    )
+    assert [tiling_for(t, 64, 512) for t in (1, 8, 9, 64, 65)] == [few, few, small, small, rest]
+    assert tiling_for(8, 128, 512) == few
+    assert tiling_for(8, 64, 4096) == rest
+    assert tilings_of(64, 512) == (few, small, rest)
+    assert tilings_of(128, 4096) == (rest,)

@@ -13,7 +13,7 @@ import torch
 
 from .gather_plan import GatherPlan, plan_gather
 from .kernels.base import LaunchBuffers
-from .key_splits import partial_bytes
+from .key_splits import arrival_bytes, partial_bytes
 from .workspace import WorkspacePlan, plan_workspace
 
 logger = logging.getLogger("vllm.dcp_mla.workspace")
@@ -88,10 +88,11 @@ def acquire_partials(device: torch.device, latent_dim: int) -> LaunchBuffers:
     """
     buffers = _PARTIALS.get(device)
     if buffers is None:
-        size = partial_bytes(latent_dim, num_sms(device))
+        sms = num_sms(device)
+        size = partial_bytes(latent_dim, sms)
         buffers = _PARTIALS[device] = LaunchBuffers(
             workspace=torch.empty(size, dtype=torch.int8, device=device),
-            counters=torch.empty(0, dtype=torch.uint8, device=device),
+            counters=torch.zeros(arrival_bytes(sms), dtype=torch.uint8, device=device),
         )
         logger.info(
             "Attention workspace on %s: %s bytes (%.3f GiB) for partial results.",
@@ -138,6 +139,7 @@ def held() -> list[tuple[str, torch.Tensor]]:
         *(("workspace", buffers.workspace) for buffers in _BY_DEVICE.values()),
         *(("counters", buffers.counters) for buffers in _BY_DEVICE.values()),
         *(("partial results", buffers.workspace) for buffers in _PARTIALS.values()),
+        *(("arrivals", buffers.counters) for buffers in _PARTIALS.values()),
         *(("gathered keys", buffer) for buffer in _GATHERED.values()),
     ]
 
@@ -154,8 +156,15 @@ def zero_all() -> None:
     for device, buffers in _BY_DEVICE.items():
         buffers.workspace.zero_()
         buffers.counters.zero_()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _wait(device)
+    for device, buffers in _PARTIALS.items():
+        buffers.counters.zero_()
+        _wait(device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _allocate(device: torch.device, plan: WorkspacePlan) -> LaunchBuffers:

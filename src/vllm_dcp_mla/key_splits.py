@@ -6,36 +6,136 @@ split, and partial results are merged by their log-sum-exp (LSE), as ranks' are.
 
 from __future__ import annotations
 
-#: Query heads and keys that a thread block works on at a time.
-BLOCK_HEADS = 64
-BLOCK_KEYS = 64
-#: More parts than this cost more to merge than they save.
-MAX_SPLITS = 32
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: Heads of partial results that an SM may have under way; bounds their memory.
+PARTIAL_HEADS = 64
+#: Parts that the merge has room for.
+MAX_SPLITS = 64
 
 
-def head_blocks(num_heads: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the attention kernel cuts its work.
+
+    Attributes:
+        heads: query heads of a thread block, a power of 2 of at least 16; Hopper's wide matrix
+            instructions need 64.
+        keys: keys it works on at a time, a power of 2 of at least 16.
+        warps: warps of a thread block.
+        stages: blocks of keys under way from memory.
+        blocks_per_sm: thread blocks that run at once on an SM where keys are split.
+        splits: most parts of a token's keys.
+        merges_in_launch: whether the last thread block of a token's heads merges their parts; a
+            second launch does otherwise.
+    """
+
+    heads: int = 64
+    keys: int = 64
+    warps: int = 8
+    stages: int = 3
+    blocks_per_sm: int = 1
+    splits: int = 32
+    merges_in_launch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.blocks_per_sm * self.heads > PARTIAL_HEADS or self.splits > MAX_SPLITS:
+            raise ValueError(
+                f"{self} has partial results for more than {PARTIAL_HEADS} heads an SM, or more "
+                f"than {MAX_SPLITS} parts"
+            )
+
+    def __str__(self) -> str:
+        merge = "same launch" if self.merges_in_launch else "second launch"
+        return (
+            f"{self.heads} heads x {self.keys} keys, {self.warps} warps, {self.stages} stages, "
+            f"{self.blocks_per_sm} blocks an SM, {self.splits} parts, merged in the {merge}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A tiling and the launches that it is for: those within all three bounds.
+
+    Attributes:
+        tokens: most tokens of a launch.
+        rows: most keys that a token is expected to have.
+        heads: most query heads.
+        tiling: what they use.
+    """
+
+    tokens: int
+    rows: int
+    heads: int
+    tiling: Tiling
+
+
+_ANY = 1 << 31
+
+#: The first that holds is taken. ``vllm-dcp-mla bench --work tilings`` measures the candidates and
+#: prints the best of each shape.
+CHOICES: tuple[Choice, ...] = (Choice(_ANY, _ANY, _ANY, Tiling()),)
+
+
+def tiling_for(num_tokens: int, num_heads: int, rows: int) -> Tiling:
+    """The tiling of a launch, from shapes alone.
+
+    Args:
+        num_tokens: tokens of the launch.
+        num_heads: query heads.
+        rows: keys that a token is expected to have here.
+    """
+    return next(
+        c.tiling
+        for c in CHOICES
+        if num_tokens <= c.tokens and rows <= c.rows and num_heads <= c.heads
+    )
+
+
+def tilings_of(num_heads: int, rows: int) -> tuple[Tiling, ...]:
+    """Every tiling that launches of a layer may use, each once."""
+    fitting = [c.tiling for c in CHOICES if rows <= c.rows and num_heads <= c.heads]
+    return tuple(dict.fromkeys(fitting))
+
+
+def head_blocks(num_heads: int, block_heads: int = PARTIAL_HEADS) -> int:
     """Thread blocks that share the heads of a token."""
-    return -(-num_heads // BLOCK_HEADS)
+    return -(-num_heads // block_heads)
 
 
-def num_splits(num_tokens: int, num_heads: int, topk: int, num_sms: int) -> int:
+def num_splits(num_tokens: int, num_heads: int, topk: int, num_sms: int, tiling: Tiling) -> int:
     """Parts that each token's keys are split into, from shapes alone; at least 1.
 
-    Above 1, all thread blocks run at once: ``tokens * head_blocks * splits <= num_sms``.
+    Above 1, all thread blocks run at once:
+    ``tokens * head_blocks * splits <= num_sms * blocks_per_sm``.
 
     Args:
         num_tokens: tokens of the launch.
         num_heads: query heads.
         topk: most keys of a token; how many it has is known on the GPU only.
         num_sms: multiprocessors.
+        tiling: of the launch.
     """
-    blocks = max(num_tokens * head_blocks(num_heads), 1)
-    return max(min(num_sms // blocks, -(-topk // BLOCK_KEYS), MAX_SPLITS), 1)
+    blocks = max(num_tokens * head_blocks(num_heads, tiling.heads), 1)
+    room = num_sms * tiling.blocks_per_sm // blocks
+    return max(min(room, -(-topk // tiling.keys), tiling.splits), 1)
 
 
 def partial_bytes(latent_dim: int, num_sms: int) -> int:
     """Bytes of float32 partial results and LSEs that suffice for every launch, of any model.
 
-    Follows from the bound in :func:`num_splits`: at most one thread block of partial results an SM.
+    Follows from the bounds in :func:`num_splits` and of :class:`Tiling`.
     """
-    return num_sms * BLOCK_HEADS * (latent_dim + 1) * 4
+    return num_sms * PARTIAL_HEADS * (latent_dim + 1) * 4
+
+
+def arrival_bytes(num_sms: int) -> int:
+    """Bytes of counters, one int32 for each token and block of heads whose keys are split."""
+    smallest_block = 16
+    return num_sms * (PARTIAL_HEADS // smallest_block) * 4
+
+
+def most_split_tokens(num_heads: int, num_sms: int, tilings: Sequence[Tiling]) -> int:
+    """Tokens of the largest launch whose thread blocks all run at once."""
+    return max(num_sms * t.blocks_per_sm // head_blocks(num_heads, t.heads) for t in tilings)

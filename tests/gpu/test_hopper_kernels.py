@@ -18,6 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from kernel_batches import NOPE, ROPE, expected, make_batch, make_partials  # noqa: E402
 from kernel_checks import CACHES, agrees_with_float64, check, launch  # noqa: E402
 
+from vllm_dcp_mla.bench.candidates import CANDIDATES  # noqa: E402
+from vllm_dcp_mla.key_splits import CHOICES  # noqa: E402
+
 CUDA = "cuda"
 KERNELS = ("triton_decode", "flashmla", "flash_attn3")
 
@@ -43,6 +46,18 @@ def agrees(name, tokens, heads, topk, **changes):
 def test_triton_decode_at_any_head_count(heads, cache, dims):
     for tokens, topk in ((1, 1), (1, 2048), (3, 300), (9, 512), (140, 128), (200, 63)):
         agrees("triton_decode", tokens, heads, topk, cache=cache, dims=dims, seed=tokens + topk)
+
+
+@pytest.mark.parametrize("tiling", CANDIDATES, ids=str)
+def test_every_tiling(tiling):
+    from vllm_dcp_mla.kernels.triton_decode import TritonDecodeKernel
+
+    made = TritonDecodeKernel(sms(), tiling=tiling)
+    for tokens, heads, topk in ((1, 64, 2048), (7, 13, 300), (16, 65, 512), (140, 64, 128)):
+        for cache in CACHES:
+            agrees_with_float64(
+                *(made, tokens, heads, topk), num_sms=sms(), device=CUDA, cache=cache, seed=tokens
+            )
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
@@ -117,7 +132,12 @@ def test_nothing_waits_for_the_gpu_and_nothing_compiles_after_warm_up():
     from vllm_dcp_mla.kernels import triton_decode
 
     for dtype in CACHES.values():
-        triton_decode.warm_up(dtype, ROPE, lambda kernel, *args: kernel.warmup(*args))
+        triton_decode.warm_up(
+            dtype,
+            ROPE,
+            dict.fromkeys(c.tiling for c in CHOICES),
+            lambda kernel, *args: kernel.warmup(*args),
+        )
     compiled = []
     hook = triton.knobs.runtime.jit_post_compile_hook
     triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])

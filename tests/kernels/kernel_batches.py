@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from vllm_dcp_mla.kernels.base import LaunchBuffers, MlaDims, SparseMlaBatch
-from vllm_dcp_mla.key_splits import partial_bytes
+from vllm_dcp_mla.key_splits import arrival_bytes, partial_bytes
 from vllm_dcp_mla.workspace import counter_bytes, softmax_stats_bytes
 
 ROPE = MlaDims(512, 192, 64)
@@ -78,7 +78,8 @@ def make_partials(num_sms, device="cpu"):
     """Buffers of a kernel that splits keys: NaN where it has not written."""
     size = partial_bytes(512, num_sms) // 4
     partials = torch.full((size,), float("nan"), device=device)
-    return LaunchBuffers(partials.view(torch.int8), torch.empty(0, dtype=torch.uint8))
+    arrivals = torch.zeros(arrival_bytes(num_sms), dtype=torch.uint8, device=device)
+    return LaunchBuffers(partials.view(torch.int8), arrivals)
 
 
 def expected(batch):

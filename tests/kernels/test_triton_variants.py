@@ -25,9 +25,12 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 from vllm_dcp_mla.kernels import triton_decode as ours
 from vllm_dcp_mla.kernels.base import MlaDims
+from vllm_dcp_mla.key_splits import Tiling
 
 TARGET = GPUTarget("cuda", 90, 32)
 DIMS = MlaDims(512, 192, 64)
+SECOND = (Tiling(),)
+LAST = (Tiling(heads=16, warps=4, merges_in_launch=True),)
 draw = random.Random(0)
 
 def key(kernel, call):
@@ -59,12 +62,14 @@ def random_calls(launcher, pointers, integers, warmed):
 
 report = {}
 for name, launcher, pointers, integers, keys in (
-    ("attend bf16", ours.ATTEND_KERNEL, ours._ATTEND_POINTERS, ours._ATTEND_INTEGERS,
-     ours.ATTEND_KERNEL.get_warmup_keys(torch.bfloat16, DIMS)),
-    ("attend fp8", ours.ATTEND_KERNEL, ours._ATTEND_POINTERS, ours._ATTEND_INTEGERS,
-     ours.ATTEND_KERNEL.get_warmup_keys(torch.float8_e4m3fn, DIMS)),
-    ("merge", ours.MERGE_KERNEL, ours._MERGE_POINTERS, ours._MERGE_INTEGERS,
-     ours.MERGE_KERNEL.get_warmup_keys(DIMS)),
+    ("attend bf16", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
+     ours.ATTEND_KERNEL.get_warmup_keys(torch.bfloat16, DIMS, SECOND)),
+    ("attend fp8", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
+     ours.ATTEND_KERNEL.get_warmup_keys(torch.float8_e4m3fn, DIMS, SECOND)),
+    ("attend and merge", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
+     ours.ATTEND_KERNEL.get_warmup_keys(torch.bfloat16, DIMS, LAST)),
+    ("merge", ours.MERGE_KERNEL, ours.MERGE_POINTERS, ours.MERGE_INTEGERS,
+     ours.MERGE_KERNEL.get_warmup_keys(DIMS, SECOND)),
 ):
     (warm_key,) = keys
     warmed = launcher.warmup_inputs(warm_key)
@@ -97,6 +102,9 @@ for name, launcher, pointers, integers, keys in (
         "wide_copies": len(re.findall(r"cp\\.async\\.cg\\.shared\\.global [^;]*0x10", ptx)),
         "wide_loads": len(re.findall(r"ld\\.global\\.v4\\.b32", ptx)),
         "narrow_loads": len(re.findall(r"ld\\.global\\.[bu](8|16) ", ptx)),
+        "barriers_before_arrival": ptx[: ptx.find("atom.")].count("bar.sync"),
+        "arrival": re.findall(r"atom\\.[a-z0-9_.]*add[a-z0-9_.]*", ptx),
+        "past_l1": len(re.findall(r"ld\\.global\\.cg\\.v4", ptx)),
         "wgmma": len(re.findall(r"wgmma\\.mma_async", ptx)),
     }
 print("REPORT " + json.dumps(report))
@@ -117,7 +125,7 @@ def report():
     return json.loads(lines[-1].removeprefix("REPORT "))
 
 
-@pytest.mark.parametrize("kernel", ["attend bf16", "attend fp8", "merge"])
+@pytest.mark.parametrize("kernel", ["attend bf16", "attend fp8", "attend and merge", "merge"])
 def test_one_variant_which_is_the_one_that_is_warmed(report, kernel):
     assert report[kernel]["variants"] == 1
 
@@ -137,3 +145,14 @@ def test_it_fits_a_multiprocessor_and_reads_rows_in_pieces_of_16_bytes(report, k
 
 def test_partial_results_are_read_in_pieces_of_16_bytes(report):
     assert report["merge"]["wide_loads"] > 0
+
+
+def test_the_last_block_sees_what_the_others_wrote(report):
+    """An arrival that orders memory for the whole GPU, and reads that pass the SM's cache by."""
+    found = report["attend and merge"]
+    (arrival,) = found["arrival"]
+    assert ".acq_rel." in arrival
+    assert ".gpu." in arrival
+    assert found["barriers_before_arrival"] > 0
+    assert found["past_l1"] > 0
+    assert report["attend bf16"]["arrival"] == []

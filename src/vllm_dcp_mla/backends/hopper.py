@@ -23,11 +23,11 @@ from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .. import device_buffer
-from ..compat import flat_cache
+from ..compat import flat_cache, sleep
 from ..kernels import load_kernel, triton_decode
 from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
 from ..kernels.split import clear_empty_rows
-from ..key_splits import head_blocks
+from ..key_splits import most_split_tokens, tilings_of
 from ..settings import load_settings
 from ..warmup import warm
 from .batches import packed, sparse_batch
@@ -72,12 +72,16 @@ class DcpFlashAttnMLASparseImpl(
         device = device_buffer.kernel_device()
         self._num_sms = device_buffer.num_sms(device)
         self._forced = load_settings(config.additional_config).kernel
+        # Keys of a token that this rank holds, about.
+        self._rows = self._shape.topk // config.parallel_config.decode_context_parallel_size
         self._kernels = {heads: self._choose_kernels(heads)}
         self.kernel_names = self._kernels[heads].names
+        tilings = {t: None for n in (heads, self.num_heads) for t in tilings_of(n, self._rows)}
         self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
         triton_decode.warm_up(
-            self._shape.cache_dtype, self._shape.dims, partial(warm, config, device)
+            self._shape.cache_dtype, self._shape.dims, tilings, partial(warm, config, device)
         )
+        sleep.install()
         _register_indexer_kernels(config)
         flat_cache.install(DcpFlashAttnMLASparseBackend)
         self._init_gather()
@@ -148,36 +152,14 @@ class DcpFlashAttnMLASparseImpl(
                 clear_empty_rows(batch.out, batch.lse, batch.counts)
         return batch.out, batch.lse
 
-    def _choose_kernels(self, heads: int) -> _Kernels:
-        """The kernels of launches of a number of heads.
-
-        Raises:
-            ValueError: the forced kernel does not take the shape.
-        """
+    def _choose_kernels(self, heads: int) -> Kernels:
+        """The kernels of launches of a number of heads."""
         shape = replace(self._shape, heads=heads)
-        # Up to this many tokens all thread blocks run at once, and keys can be split.
-        small_tokens = self._num_sms // head_blocks(heads)
-        if self._forced != "auto":
-            kernel = load_kernel(self._forced, num_sms=self._num_sms)
-            if (reason := kernel.supports(shape)) is not None:
-                raise ValueError(
-                    f"The forced kernel {self._forced} does not serve this model: {reason}."
-                )
-            return _Kernels(kernel, kernel, small_tokens)
-        splitting = load_kernel("triton_decode", num_sms=self._num_sms)
-        for name in _FULL_STEPS:
-            try:
-                kernel = load_kernel(name)
-            except ImportError as error:
-                logger.info_once("Not used: %s", str(error))
-                continue
-            if kernel.supports(shape) is None:
-                return _Kernels(splitting, kernel, small_tokens)
-        return _Kernels(splitting, splitting, small_tokens)
+        return choose_kernels(shape, self._forced, self._num_sms, self._rows)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kernels:
+class Kernels:
     """The kernels of steps up to ``small_tokens`` tokens and of those that fill the GPU."""
 
     small: SparseMlaKernel
@@ -186,10 +168,43 @@ class _Kernels:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Of both, each once."""
         return tuple(dict.fromkeys((self.small.name, self.full.name)))
 
     def of(self, tokens: int) -> SparseMlaKernel:
+        """The kernel of a step of so many tokens."""
         return self.small if tokens <= self.small_tokens else self.full
+
+
+def choose_kernels(shape: LaunchShape, forced: str, num_sms: int, rows: int) -> Kernels:
+    """The kernels of launches of a shape.
+
+    Args:
+        shape: of the launches.
+        forced: the only kernel to use, or ``auto``.
+        num_sms: multiprocessors.
+        rows: keys that a token is expected to have here.
+
+    Raises:
+        ValueError: the forced kernel does not take the shape.
+    """
+    # Up to this many tokens all thread blocks run at once, and keys can be split.
+    small_tokens = most_split_tokens(shape.heads, num_sms, tilings_of(shape.heads, rows))
+    if forced != "auto":
+        kernel = load_kernel(forced, num_sms=num_sms, rows=rows)
+        if (reason := kernel.supports(shape)) is not None:
+            raise ValueError(f"The forced kernel {forced} does not serve this model: {reason}.")
+        return Kernels(kernel, kernel, small_tokens)
+    splitting = load_kernel("triton_decode", num_sms=num_sms, rows=rows)
+    for name in _FULL_STEPS:
+        try:
+            kernel = load_kernel(name)
+        except ImportError as error:
+            logger.info_once("Not used: %s", str(error))
+            continue
+        if kernel.supports(shape) is None:
+            return Kernels(splitting, kernel, small_tokens)
+    return Kernels(splitting, splitting, small_tokens)
 
 
 def _register_indexer_kernels(vllm_config: Any) -> None:

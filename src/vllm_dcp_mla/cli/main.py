@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..planner.request import UNREADABLE
-from . import doctor, options, plan, rehearse, selftest
+from . import bench, doctor, options, plan, rehearse, selftest
 
 _INTERRUPTED = 130  # as a shell reports SIGINT
 
@@ -30,12 +30,14 @@ app.command()(doctor.doctor)
 app.command()(plan.plan)
 app.command()(selftest.selftest)
 app.command()(rehearse.rehearse)
+app.command()(bench.bench)
 
 _UNANSWERED = {
     "doctor": doctor.unanswered,
     "plan": plan.unanswered,
     "selftest": selftest.unanswered,
     "rehearse": rehearse.unanswered,
+    "bench": bench.unanswered,
 }
 # ClickException: click's, or that of Typer's own copy of click in newer releases.
 _CommandLineError: type[BaseException] = typer.BadParameter.__mro__[2]

@@ -68,7 +68,10 @@ class DcpIndexerBuilder(_Hook, DeepseekV32IndexerMetadataBuilder):
         if lengths is None or (drafts is not None and drafts.enable_adaptive_verification):
             return 0, 0
         # A rank stores something of every request that is longer than its first turn begins.
-        holds = lengths > self.dcp_rank * self.cp_kv_cache_interleave_size
+        begins = self.dcp_rank * self.cp_kv_cache_interleave_size
+        if len(lengths) and int(lengths[0]) > begins:  # nearly always, and far quicker to see
+            return 0, 0
+        holds = lengths > begins
         if not bool(holds.any()):
             return len(lengths), common.num_actual_tokens  # the padding of a graph included
         requests = int(holds.int().argmax())

@@ -5,12 +5,13 @@ from __future__ import annotations
 from .base import SparseMlaKernel
 
 
-def load_kernel(name: str, *, num_sms: int = 1) -> SparseMlaKernel:
+def load_kernel(name: str, *, num_sms: int = 1, rows: int | None = None) -> SparseMlaKernel:
     """Makes a kernel by its name.
 
     Args:
         name: a name of :data:`..settings.KernelName`, not ``auto``.
         num_sms: multiprocessors of the GPU, for kernels that plan with them.
+        rows: keys that a token is expected to have here, likewise; None for all of its top-k.
 
     Raises:
         ImportError: the library behind it is missing or lacks what is relied on.
@@ -31,7 +32,7 @@ def load_kernel(name: str, *, num_sms: int = 1) -> SparseMlaKernel:
     if name == "triton_decode":
         from .triton_decode import TritonDecodeKernel
 
-        return TritonDecodeKernel(num_sms)
+        return TritonDecodeKernel(num_sms, rows)
     if name == "reference":
         from .reference import ReferenceKernel
 

@@ -1,21 +1,22 @@
 """Sparse MLA attention in Triton, for any number of heads, from a bf16 or fp8_e4m3 cache.
 
-One thread block attends :data:`..key_splits.BLOCK_HEADS` heads of one token over a share of its
-keys, so that a row of the cache is read once for all of them. Where a batch is too small to fill
-the GPU, the keys of a token are split and a second kernel merges the parts.
+One thread block attends some heads of one token over a share of its keys, so that a row of the
+cache is read once for all of them. Where a batch is too small to fill the GPU, the keys of a token
+are split. Their parts are merged by a second kernel, or by the thread block of those heads that
+comes last; how work is cut is :mod:`..key_splits`' to say.
 
 fp8 keys are exact in float16, which also holds the softmax' weights better than bf16 does. Their
 scale is left out of the products and put into the softmax' scale and the result. Queries are
 divided by 16 for it, without loss: they would have to be above a million to overflow.
 
-Nothing that varies at run time is compiled for: one variant per cache dtype and head dims.
+Nothing that varies at run time is compiled for: one variant per cache dtype, head dims and tiling.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,186 +25,30 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
     TritonWarmupTensor,
     VllmTritonJitKernel,
 )
-from vllm.triton_utils import tl, triton
 
-from ..key_splits import BLOCK_HEADS, BLOCK_KEYS, MAX_SPLITS, head_blocks, num_splits
+from ..key_splits import MAX_SPLITS, Tiling, head_blocks, num_splits, tiling_for
 from ..merge import LseBase
 from .base import LaunchBuffers, LaunchShape, MlaDims, SparseMlaBatch
+from .triton_bodies import (
+    ATTEND_INTEGERS,
+    ATTEND_POINTERS,
+    MERGE_INTEGERS,
+    MERGE_POINTERS,
+    attend_kernel,
+    merge_kernel,
+)
 
 _ALIGNMENT = 16  # bytes; rows are read and written in pieces of this size
 _QUERY_UNIT = 1 / 16  # of an fp8 cache's queries in float16
-_MERGED_AT_ONCE = 8  # parts
+_MERGED_AT_ONCE = 8  # parts, by the second kernel
+_MERGED_DIMS = 128  # of all heads of a block at a time, by its last thread block
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
-
-_ATTEND_POINTERS = (
-    *("query_ptr", "cache_ptr", "topk_ptr", "counts_ptr", "out_ptr", "lse_ptr"),
-    *("partial_out_ptr", "partial_lse_ptr"),
-)
-_ATTEND_INTEGERS = (
-    *("query_token", "query_head", "cache_row", "topk_token", "out_token", "out_head"),
-    *("lse_token", "heads", "head_blocks", "splits"),
-)
-_MERGE_POINTERS = ("partial_out_ptr", "partial_lse_ptr", "counts_ptr", "out_ptr", "lse_ptr")
-_MERGE_INTEGERS = ("out_token", "out_head", "lse_token", "heads", "splits")
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _share_of_keys(count, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Keys of a part: whole blocks, so that the last parts of a short row are empty."""
-    return tl.cdiv(tl.cdiv(count, splits), BLOCK_N) * BLOCK_N
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=_ATTEND_INTEGERS, do_not_specialize_on_alignment=_ATTEND_POINTERS
-)
-def _attend_kernel(  # type: ignore[no-untyped-def]
-    query_ptr,
-    cache_ptr,
-    topk_ptr,
-    counts_ptr,
-    out_ptr,
-    lse_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
-    query_token,
-    query_head,
-    cache_row,
-    topk_token,
-    out_token,
-    out_head,
-    lse_token,
-    heads,
-    head_blocks,
-    splits,
-    score_scale,  # to base 2
-    value_scale,
-    LATENT: tl.constexpr,  # noqa: N803
-    ROTARY: tl.constexpr,  # noqa: N803
-    QUERY_UNIT: tl.constexpr,  # noqa: N803
-    BLOCK_H: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-):
-    # Thread blocks of one part follow each other: they read the same rows.
-    head = (tl.program_id(0) % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    part = tl.program_id(0) // head_blocks
-    token = (part // splits).to(tl.int64)
-    count = tl.load(counts_ptr + token)
-    share = _share_of_keys(count, splits, BLOCK_N)
-    begin = (part % splits) * share
-    end = tl.minimum(begin + share, count)
-    if (begin >= end) & (splits > 1):
-        return
-
-    kind: tl.constexpr = tl.float16 if cache_ptr.dtype.element_ty == tl.float8e4nv else tl.bfloat16
-    held = (head < heads)[:, None]
-    latent = tl.arange(0, LATENT)
-    # Alignment is promised to the compiler here, and checked before the launch.
-    query_at = query_ptr + token * query_token + head[:, None] * query_head
-    query = tl.load(tl.multiple_of(query_at + latent[None, :], (1, 16)), mask=held, other=0.0)
-    if kind == tl.float16:
-        query = (query.to(tl.float32) * QUERY_UNIT).to(kind)
-    if ROTARY > 0:
-        rotary = LATENT + tl.arange(0, ROTARY)
-        query_rot = tl.load(
-            tl.multiple_of(query_at + rotary[None, :], (1, 16)), mask=held, other=0.0
-        )
-        if kind == tl.float16:
-            query_rot = (query_rot.to(tl.float32) * QUERY_UNIT).to(kind)
-
-    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    acc = tl.zeros((BLOCK_H, LATENT), tl.float32)
-    topk_at = topk_ptr + token * topk_token
-    for start in range(begin, end, BLOCK_N):
-        slot = start + tl.arange(0, BLOCK_N)
-        valid = slot < end
-        row = tl.load(topk_at + slot, mask=valid, other=0).to(tl.int64)
-        row_at = cache_ptr + row[:, None] * cache_row
-        keys = tl.load(
-            tl.multiple_of(row_at + latent[None, :], (1, 16)), mask=valid[:, None], other=0.0
-        ).to(kind)
-        scores = tl.dot(query, keys.T)
-        if ROTARY > 0:
-            keys_rot = tl.load(
-                tl.multiple_of(row_at + rotary[None, :], (1, 16)), mask=valid[:, None], other=0.0
-            ).to(kind)
-            scores = tl.dot(query_rot, keys_rot.T, scores)
-        scores = tl.where(valid[None, :], scores * score_scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        fade = tl.exp2(top - new_top)
-        weights = tl.exp2(scores - new_top[:, None])
-        total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(kind), keys, acc * fade[:, None])
-        top = new_top
-
-    if splits == 1:
-        some = total > 0
-        out = tl.where(some[:, None], acc * (value_scale / tl.where(some, total, 1.0))[:, None], 0)
-        lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))), float("-inf"))
-        out_at = out_ptr + token * out_token + head[:, None] * out_head + latent[None, :]
-        tl.store(tl.multiple_of(out_at, (1, 16)), out.to(tl.bfloat16), mask=held)
-        tl.store(lse_ptr + token * lse_token + head, lse * 0.6931471805599453, mask=head < heads)
-    else:
-        partial = part.to(tl.int64) * heads + head
-        partial_at = partial_out_ptr + partial[:, None] * LATENT + latent[None, :]
-        partial_out = acc * (value_scale / total)[:, None]
-        tl.store(tl.multiple_of(partial_at, (1, 16)), partial_out, mask=held)
-        tl.store(partial_lse_ptr + partial, top + tl.log2(total), mask=head < heads)
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=_MERGE_INTEGERS, do_not_specialize_on_alignment=_MERGE_POINTERS
-)
-def _merge_kernel(  # type: ignore[no-untyped-def]
-    partial_out_ptr,
-    partial_lse_ptr,
-    counts_ptr,
-    out_ptr,
-    lse_ptr,
-    out_token,
-    out_head,
-    lse_token,
-    heads,
-    splits,
-    LATENT: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_S: tl.constexpr,  # noqa: N803
-    MAX_S: tl.constexpr,  # noqa: N803
-):
-    token = (tl.program_id(0) // heads).to(tl.int64)
-    head = tl.program_id(0) % heads
-    count = tl.load(counts_ptr + token)
-    # Parts behind these were left unwritten.
-    parts = tl.cdiv(count, tl.maximum(_share_of_keys(count, splits, BLOCK_N), 1))
-    partial = token * splits * heads + head
-    every = tl.arange(0, MAX_S)
-    lses = tl.load(
-        partial_lse_ptr + partial + every * heads, mask=every < parts, other=float("-inf")
-    )
-    top = tl.where(parts > 0, tl.max(lses, 0), 0.0)
-    total = tl.where(parts > 0, tl.sum(tl.exp2(lses - top), 0), 1.0)
-
-    latent = tl.arange(0, LATENT)
-    acc = tl.zeros((LATENT,), tl.float32)
-    for first in range(0, parts, BLOCK_S):
-        some = first + tl.arange(0, BLOCK_S)
-        at = partial + some.to(tl.int64) * heads
-        lse = tl.load(partial_lse_ptr + at, mask=some < parts, other=float("-inf"))
-        out_at = partial_out_ptr + at[:, None] * LATENT + latent[None, :]
-        out = tl.load(tl.multiple_of(out_at, (1, 16)), mask=(some < parts)[:, None], other=0.0)
-        acc += tl.sum(out * (tl.exp2(lse - top) / total)[:, None], 0)
-    tl.store(
-        tl.multiple_of(out_ptr + token * out_token + head * out_head + latent, (16,)),
-        acc.to(tl.bfloat16),
-    )
-    lse = (top + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse_ptr + token * lse_token + head, tl.where(parts > 0, lse, float("-inf")))
 
 
 class _AttendKernel(VllmTritonJitKernel["_AttendKernel.CompileKey"]):
     """The first kernel as vLLM warms it."""
 
-    kernel = _attend_kernel
+    kernel = attend_kernel
     bind_launch_inputs = False
 
     @dataclass(frozen=True)
@@ -213,47 +58,63 @@ class _AttendKernel(VllmTritonJitKernel["_AttendKernel.CompileKey"]):
         cache_dtype: torch.dtype
         latent_dim: int
         rotary_dim: int
+        tiling: Tiling
 
-    def get_warmup_keys(self, cache_dtype: torch.dtype, dims: MlaDims) -> list[CompileKey]:
-        """All variants of a layer: one."""
-        return [self.CompileKey(cache_dtype, dims.kv_lora_rank, dims.qk_rope_head_dim)]
+    def get_warmup_keys(
+        self, cache_dtype: torch.dtype, dims: MlaDims, tilings: Iterable[Tiling]
+    ) -> list[CompileKey]:
+        """All variants of a layer: one a tiling."""
+        latent, rotary = dims.kv_lora_rank, dims.qk_rope_head_dim
+        # The parts of a row and the blocks of an SM are not compiled for.
+        cut = (replace(t, blocks_per_sm=1, splits=1) for t in tilings)
+        return [self.CompileKey(cache_dtype, latent, rotary, t) for t in dict.fromkeys(cut)]
 
     def warmup_inputs(self, compile_key: CompileKey) -> dict[str, Any]:
         """Any inputs: nothing of them but the cache's dtype is part of the key."""
         dtypes = {
             **dict.fromkeys(("query_ptr", "out_ptr"), torch.bfloat16),
-            **dict.fromkeys(("topk_ptr", "counts_ptr"), torch.int32),
+            **dict.fromkeys(("topk_ptr", "counts_ptr", "arrivals_ptr"), torch.int32),
             "cache_ptr": compile_key.cache_dtype,
         }
         return {
-            **{p: TritonWarmupTensor(dtypes.get(p, torch.float32)) for p in _ATTEND_POINTERS},
-            **dict.fromkeys(_ATTEND_INTEGERS, 2),
+            **{p: TritonWarmupTensor(dtypes.get(p, torch.float32)) for p in ATTEND_POINTERS},
+            **dict.fromkeys(ATTEND_INTEGERS, 2),
             **dict.fromkeys(("score_scale", "value_scale"), 0.5),
             "latent_dim": compile_key.latent_dim,
             "rotary_dim": compile_key.rotary_dim,
+            "tiling": compile_key.tiling,
             "num_blocks": 1,
         }
 
     @kernel_launcher  # type: ignore[untyped-decorator]
     def __call__(
-        self, *, latent_dim: int, rotary_dim: int, num_blocks: int, **arguments: Any
+        self,
+        *,
+        latent_dim: int,
+        rotary_dim: int,
+        tiling: Tiling,
+        num_blocks: int,
+        **arguments: Any,
     ) -> Any:
         return (num_blocks,), {
             **arguments,
             "LATENT": latent_dim,
             "ROTARY": rotary_dim,
             "QUERY_UNIT": _QUERY_UNIT,
-            "BLOCK_H": BLOCK_HEADS,
-            "BLOCK_N": BLOCK_KEYS,
-            "num_warps": 8,
-            "num_stages": 3,
+            "BLOCK_H": tiling.heads,
+            "BLOCK_N": tiling.keys,
+            "MERGES": tiling.merges_in_launch,
+            "MERGED_DIMS": min(_MERGED_DIMS, latent_dim),
+            "MAX_S": MAX_SPLITS,
+            "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
         }
 
 
 class _MergeKernel(VllmTritonJitKernel["_MergeKernel.CompileKey"]):
     """The second kernel as vLLM warms it."""
 
-    kernel = _merge_kernel
+    kernel = merge_kernel
     bind_launch_inputs = False
 
     @dataclass(frozen=True)
@@ -261,27 +122,32 @@ class _MergeKernel(VllmTritonJitKernel["_MergeKernel.CompileKey"]):
         """What a variant is compiled for."""
 
         latent_dim: int
+        block_keys: int
 
-    def get_warmup_keys(self, dims: MlaDims) -> list[CompileKey]:
-        """All variants of a layer: one."""
-        return [self.CompileKey(dims.kv_lora_rank)]
+    def get_warmup_keys(self, dims: MlaDims, tilings: Iterable[Tiling]) -> list[CompileKey]:
+        """All variants of a layer: one for each number of keys that a block works on at a time."""
+        keys = dict.fromkeys(t.keys for t in tilings if not t.merges_in_launch)
+        return [self.CompileKey(dims.kv_lora_rank, n) for n in keys]
 
     def warmup_inputs(self, compile_key: CompileKey) -> dict[str, Any]:
         """Any inputs: nothing of them is part of the key."""
         dtypes = {"out_ptr": torch.bfloat16, "counts_ptr": torch.int32}
         return {
-            **{p: TritonWarmupTensor(dtypes.get(p, torch.float32)) for p in _MERGE_POINTERS},
-            **dict.fromkeys(_MERGE_INTEGERS, 2),
+            **{p: TritonWarmupTensor(dtypes.get(p, torch.float32)) for p in MERGE_POINTERS},
+            **dict.fromkeys(MERGE_INTEGERS, 2),
             "latent_dim": compile_key.latent_dim,
+            "block_keys": compile_key.block_keys,
             "num_blocks": 1,
         }
 
     @kernel_launcher  # type: ignore[untyped-decorator]
-    def __call__(self, *, latent_dim: int, num_blocks: int, **arguments: Any) -> Any:
+    def __call__(
+        self, *, latent_dim: int, block_keys: int, num_blocks: int, **arguments: Any
+    ) -> Any:
         return (num_blocks,), {
             **arguments,
             "LATENT": latent_dim,
-            "BLOCK_N": BLOCK_KEYS,
+            "BLOCK_N": block_keys,
             "BLOCK_S": _MERGED_AT_ONCE,
             "MAX_S": MAX_SPLITS,
             "num_warps": 4,
@@ -292,27 +158,42 @@ ATTEND_KERNEL = _AttendKernel()
 MERGE_KERNEL = _MergeKernel()
 
 
-def warm_up(cache_dtype: torch.dtype, dims: MlaDims, warm: Callable[..., None]) -> None:
+def warm_up(
+    cache_dtype: torch.dtype,
+    dims: MlaDims,
+    tilings: Iterable[Tiling],
+    warm: Callable[..., None],
+) -> None:
     """Has every variant compiled that a layer launches.
 
     Args:
         cache_dtype: of the cache's rows.
         dims: the model's MLA dims.
+        tilings: those of the layer's launches, see :func:`..key_splits.tilings_of`.
         warm: called with a kernel and the arguments of its warm-up.
     """
-    warm(ATTEND_KERNEL, cache_dtype, dims)
-    warm(MERGE_KERNEL, dims)
+    tilings = tuple(tilings)
+    warm(ATTEND_KERNEL, cache_dtype, dims, tilings)
+    warm(MERGE_KERNEL, dims, tilings)
 
 
 class TritonDecodeKernel:
-    """The two kernels behind the seam."""
+    """The two kernels behind the seam.
+
+    Args:
+        num_sms: multiprocessors of the GPU.
+        rows: keys that a token is expected to have here; None for all of its top-k.
+        tiling: of every launch; None to choose by shape.
+    """
 
     name: ClassVar[str] = "triton_decode"
     lse_base: ClassVar[LseBase] = "e"
     clears_empty_rows: ClassVar[bool] = True
 
-    def __init__(self, num_sms: int) -> None:
+    def __init__(self, num_sms: int, rows: int | None = None, tiling: Tiling | None = None) -> None:
         self._num_sms = num_sms
+        self._rows = rows
+        self._tiling = tiling
 
     def supports(self, shape: LaunchShape) -> str | None:
         """See :class:`.base.SparseMlaKernel`."""
@@ -326,7 +207,8 @@ class TritonDecodeKernel:
         """See :class:`.base.SparseMlaKernel`; rows without tokens are written as (0, -inf).
 
         The query is bf16 whatever the cache is. ``buffers.workspace`` holds
-        :func:`..key_splits.partial_bytes` bytes.
+        :func:`..key_splits.partial_bytes` bytes, ``buffers.counters``
+        :func:`..key_splits.arrival_bytes`.
 
         Raises:
             ValueError: memory that is not aligned, or a query that is not bf16.
@@ -334,7 +216,9 @@ class TritonDecodeKernel:
         self._refuse(batch)
         tokens, heads, _ = batch.query.shape
         latent = batch.dims.kv_lora_rank
-        splits = num_splits(tokens, heads, batch.topk.shape[1], self._num_sms)
+        width = batch.topk.shape[1]
+        tiling = self._tiling or tiling_for(tokens, heads, self._rows or width)
+        splits = num_splits(tokens, heads, width, self._num_sms, tiling)
         rows = tokens * splits * heads
         partials = buffers.workspace.view(torch.float32)
         lse = batch.lse
@@ -355,12 +239,13 @@ class TritonDecodeKernel:
             "splits": splits,
             "latent_dim": latent,
         }
-        blocks = head_blocks(heads)
+        blocks = head_blocks(heads, tiling.heads)
         ATTEND_KERNEL(
             **shared,
             query_ptr=batch.query,
             cache_ptr=batch.cache_rows,
             topk_ptr=batch.topk,
+            arrivals_ptr=buffers.counters.view(torch.int32),
             query_token=batch.query.stride(0),
             query_head=batch.query.stride(1),
             cache_row=batch.cache_rows.stride(0),
@@ -369,10 +254,11 @@ class TritonDecodeKernel:
             score_scale=scale / math.log(2.0),
             value_scale=batch.cache_scale,
             rotary_dim=batch.dims.qk_rope_head_dim,
+            tiling=tiling,
             num_blocks=tokens * splits * blocks,
         )
-        if splits > 1:
-            MERGE_KERNEL(**shared, num_blocks=tokens * heads)
+        if splits > 1 and not tiling.merges_in_launch:
+            MERGE_KERNEL(**shared, block_keys=tiling.keys, num_blocks=tokens * heads)
 
     @staticmethod
     def _refuse(batch: SparseMlaBatch) -> None:

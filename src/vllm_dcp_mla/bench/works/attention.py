@@ -1,0 +1,160 @@
+"""Attention of one rank: our Triton kernel, FlashMLA and FA3, each as the backend launches it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from ...kernels import load_kernel
+from ...kernels.base import LaunchBuffers, LaunchShape, SparseMlaBatch, SparseMlaKernel
+from ...kernels.split import clear_empty_rows
+from ...key_splits import arrival_bytes, partial_bytes
+from .. import check, floor
+from ..inputs import CACHES, DIMS, TOPK, Cache, make_cache, make_sets, set_bytes, with_ragged_rows
+from ..rows import Row
+from ..session import REFUSALS, Session
+from ..timing import number_of_sets
+
+#: Query heads of a DCP group: GLM-5.2's, DeepSeek-V3.2's.
+HEADS = (64, 128)
+#: Keys of a token that a rank holds: 4 ranks, 1.
+ROWS = (512, 2048)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_QUICK_TOKENS = (1, 16, 128, 1024)
+KERNELS = ("triton_decode", "flashmla", "flash_attn3")
+#: How far behind the fastest the dispatch may be.
+BEHIND = 0.05
+
+
+def run(session: Session) -> Iterator[Row]:
+    """Rows of every shape; then where another kernel would be faster than the one dispatched to."""
+    tokens = _QUICK_TOKENS if session.quick else TOKENS
+    heads_of = HEADS[:1] if session.quick else HEADS
+    mine = []
+    for cache_name in CACHES:
+        cache = make_cache(cache_name, session.device)
+        for heads in heads_of:
+            for rows in ROWS:
+                for number in tokens:
+                    for row in at_shape(session, "attention", cache, number, heads, rows):
+                        mine.append(row)
+                        yield row
+        del cache
+    session.remarks += fastest(mine)
+
+
+def at_shape(
+    session: Session,
+    work: str,
+    cache: Cache,
+    tokens: int,
+    heads: int,
+    rows: int,
+    kernels: tuple[str, ...] = KERNELS,
+) -> list[Row]:
+    """Rows of one shape, one for each kernel that takes it."""
+    shape = LaunchShape(heads, TOPK, cache.rows.dtype, DIMS)
+    name = next(n for n, dtype in CACHES.items() if dtype == cache.rows.dtype)
+    found, absent = load_kernels(session, shape, rows, kernels)
+    sets = make_batches(session, cache, tokens, heads, rows)
+    buffers = make_buffers(session)
+    demand = floor.attention(tokens, heads, rows, element_bytes=cache.rows.element_size())
+    row = partial(
+        Row,
+        work,
+        f"{tokens:,} tokens, {rows:,} rows, {heads} heads, {name}",
+        sizes={"tokens": tokens, "rows": rows, "heads": heads, "cache": name},
+    )
+    rows_made = session.measure(
+        row,
+        {n: partial(checked, kernel, sets[0], buffers) for n, kernel in found.items()},
+        {n: partial(launch_all, kernel, sets, buffers) for n, kernel in found.items()},
+        len(sets),
+        floor_us=session.floor_us(demand),
+    )
+    return [*rows_made, *(row(provider=n, note=why) for n, why in absent.items())]
+
+
+def load_kernels(
+    session: Session, shape: LaunchShape, rows: int, names: tuple[str, ...] = KERNELS
+) -> tuple[dict[str, SparseMlaKernel], dict[str, str]]:
+    """The kernels that take a shape, and why others do not run; a refused dtype is no row."""
+    found, absent = {}, {}
+    for name in names:
+        try:
+            kernel = load_kernel(name, num_sms=session.num_sms, rows=rows)
+        except REFUSALS as error:
+            absent[name] = f"not here: {error}"
+            continue
+        if kernel.supports(shape) is None:
+            found[name] = kernel
+    return found, absent
+
+
+def make_batches(
+    session: Session, cache: Cache, tokens: int, heads: int, rows: int
+) -> list[SparseMlaBatch]:
+    """Input sets that are larger together than the L2."""
+    (one,) = make_sets(cache, tokens, heads, rows, 1)
+    more = number_of_sets(set_bytes(one, rows), session.l2_bytes) - 1
+    return [one, *make_sets(cache, tokens, heads, rows, more)]
+
+
+def make_buffers(session: Session) -> LaunchBuffers:
+    """Memory for split keys, as the backend holds it."""
+    return LaunchBuffers(
+        torch.zeros(
+            partial_bytes(DIMS.kv_lora_rank, session.num_sms),
+            dtype=torch.int8,
+            device=session.device,
+        ),
+        torch.zeros(arrival_bytes(session.num_sms), dtype=torch.uint8, device=session.device),
+    )
+
+
+def launch(kernel: SparseMlaKernel, batch: SparseMlaBatch, buffers: LaunchBuffers) -> None:
+    """One launch, and what the backend has to do after it."""
+    kernel.launch(batch, buffers)
+    if not kernel.clears_empty_rows:
+        clear_empty_rows(batch.out, batch.lse, batch.counts)
+
+
+def launch_all(kernel: SparseMlaKernel, sets: list[SparseMlaBatch], buffers: LaunchBuffers) -> None:
+    """A pass."""
+    for batch in sets:
+        launch(kernel, batch, buffers)
+
+
+def checked(kernel: SparseMlaKernel, batch: SparseMlaBatch, buffers: LaunchBuffers) -> str | None:
+    """What is wrong with a kernel's result for rows of any length and for the shape as it is."""
+    for tried in (with_ragged_rows(batch), batch):
+        check.poison(tried)
+        launch(kernel, tried, buffers)
+        if (problem := check.problem_with(tried, kernel.lse_base)) is not None:
+            return problem
+    return None
+
+
+def fastest(rows: list[Row]) -> list[str]:
+    """Who is fastest at each shape, and by how much ours is behind where it is not."""
+    said = []
+    by_shape: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if row.us is not None:
+            by_shape.setdefault(row.shape, {})[row.provider] = row
+    for shape, timed in by_shape.items():
+        best = min(timed.values(), key=_us)
+        ours = timed.get("triton_decode")
+        if ours is None or best is ours:
+            continue
+        behind = _us(ours) / _us(best) - 1
+        if behind > BEHIND:
+            said.append(f"{shape}: {best.provider} is faster, triton_decode {behind:.0%} behind.")
+    return said
+
+
+def _us(row: Row) -> float:
+    assert row.us is not None
+    return row.us

@@ -1,0 +1,86 @@
+"""Every way to cut our kernel's work; what is best belongs into ``key_splits.CHOICES``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from ...kernels import triton_decode
+from ...key_splits import Tiling
+from .. import floor
+from ..candidates import CANDIDATES
+from ..inputs import CACHES, DIMS, Cache, make_cache
+from ..rows import Row
+from ..session import Session
+from .attention import HEADS, ROWS, checked, launch_all, make_batches, make_buffers
+
+TOKENS = (1, 4, 16, 32, 64, 128, 1024)
+_QUICK_TOKENS = (1, 16)
+
+
+def run(session: Session) -> Iterator[Row]:
+    """Rows of every candidate; the best of each shape as a line for the table."""
+    tokens = _QUICK_TOKENS if session.quick else TOKENS
+    heads_of = HEADS[:1] if session.quick else HEADS
+    for cache_name, dtype in CACHES.items():
+        _compile(dtype)
+        cache = make_cache(cache_name, session.device)
+        for heads in heads_of:
+            for rows in ROWS:
+                for number in tokens:
+                    timed = _at_shape(session, cache, cache_name, number, heads, rows)
+                    yield from timed
+                    session.remarks += best_choice(timed)
+        del cache
+
+
+def _compile(dtype: torch.dtype) -> None:
+    """Compiles all candidates, in parallel where vLLM can."""
+    triton_decode.warm_up(
+        dtype, DIMS, CANDIDATES, lambda kernel, *arguments: kernel.warmup(*arguments)
+    )
+
+
+def _at_shape(
+    session: Session,
+    cache: Cache,
+    cache_name: str,
+    tokens: int,
+    heads: int,
+    rows: int,
+) -> list[Row]:
+    sets = make_batches(session, cache, tokens, heads, rows)
+    buffers = make_buffers(session)
+    kernels = {
+        str(t): triton_decode.TritonDecodeKernel(session.num_sms, rows, t) for t in CANDIDATES
+    }
+    demand = floor.attention(tokens, heads, rows, element_bytes=cache.rows.element_size())
+    row = partial(
+        Row,
+        "tilings",
+        f"{tokens:,} tokens, {rows:,} rows, {heads} heads, {cache_name}",
+        sizes={"tokens": tokens, "rows": rows, "heads": heads, "cache": cache_name},
+    )
+    return session.measure(
+        row,
+        {n: partial(checked, kernel, sets[0], buffers) for n, kernel in kernels.items()},
+        {n: partial(launch_all, kernel, sets, buffers) for n, kernel in kernels.items()},
+        len(sets),
+        floor_us=session.floor_us(demand),
+    )
+
+
+def best_choice(rows: list[Row]) -> list[str]:
+    """The fastest of a shape as a line of ``key_splits.CHOICES``, and its lead over the default."""
+    times = {row.provider: row.us for row in rows if row.us is not None}
+    if not times:
+        return []
+    best = min(times, key=lambda name: times[name])
+    tiling = next(t for t in CANDIDATES if str(t) == best)
+    sizes = rows[0].sizes
+    default = times.get(str(Tiling()))
+    lead = "" if default is None else f", {default:.1f} by default"
+    choice = f"Choice({sizes['tokens']}, {sizes['rows']}, {sizes['heads']}, {tiling!r}),"
+    return [f"{choice}  # {sizes['cache']}: {times[best]:.1f} us{lead}"]
