@@ -91,7 +91,8 @@ def plan_gather(
     longest = _whole_turns(local_seq_len(max_model_len, 0, dcp, interleave), interleave)
     rows, merge_tokens = min(rows_in(space), longest * max_num_seqs), 0
     if rows < longest:
-        merge_tokens = max(min(space // _MERGE_SHARE // out_bytes, max_num_tokens), 1)
+        room = min(space // _MERGE_SHARE, space - key_bytes(interleave))
+        merge_tokens = max(min(room // out_bytes, max_num_tokens), 1)
         rows = rows_in(space - merge_tokens * out_bytes)
     if rows < interleave:
         raise ValueError(

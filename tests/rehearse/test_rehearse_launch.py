@@ -15,6 +15,7 @@ from vllm_dcp_mla.rehearse import launch
 from vllm_dcp_mla.rehearse.engine import EngineSpec, environment
 from vllm_dcp_mla.rehearse.faults import FAULTS
 from vllm_dcp_mla.rehearse.launch import Engine, EngineError, error_of
+from vllm_dcp_mla.rehearse.machine import MachineError
 from vllm_dcp_mla.rehearse.rank import RankFiles
 from vllm_dcp_mla.rehearse.requests import Requests
 
@@ -250,6 +251,33 @@ def test_a_taken_port_is_held_until_the_end(start):
     engine.end()
     with socket.socket() as other:
         other.bind(("127.0.0.1", engine._port))
+
+
+@pytest.mark.parametrize(
+    ("given", "quiet"),
+    [("32768\t60999\n", True), ("10050 60999", True), ("1024 65535", False), (None, False)],
+)
+def test_a_port_that_no_connection_takes_where_there_is_one(tmp_path, monkeypatch, given, quiet):
+    ports = tmp_path / "ports"
+    if given is not None:
+        ports.write_text(given)
+    monkeypatch.setattr(launch, "_CONNECTION_PORTS", ports)
+    held, port = launch._free_port()
+    with held:
+        assert port == held.getsockname()[1]
+        assert not quiet or launch._FIRST_PORT <= port < int(given.split()[0])
+
+
+def test_no_port_at_all_is_said(monkeypatch):
+    def taken(self, address):
+        raise OSError("Address already in use")
+
+    class Taken(socket.socket):
+        bind = taken
+
+    monkeypatch.setattr(launch.socket, "socket", Taken)
+    with pytest.raises(MachineError, match="no port of 127.0.0.1 is free"):
+        launch._free_port()
 
 
 def test_a_port_is_free_without_that_fault(start):

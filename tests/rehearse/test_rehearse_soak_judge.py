@@ -84,10 +84,13 @@ def test_ranks_on_gpus_of_their_own_are_looked_at_alone(soaked):
     assert not soak_problems(soaked)
 
 
-def test_a_soak_too_short_to_show_growth_fails(soaked):
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_a_soak_too_short_to_show_growth_fails(soaked, rounds):
     for one in soaked[ONE.name].ranks:
-        one["soak"]["states"] = one["soak"]["states"][-3:]
-    assert soak_problems(soaked) == ["2 rounds show no growth; soak for longer."]
+        one["soak"]["states"] = one["soak"]["states"][-rounds - 1 :]
+    assert soak_problems(soaked) == [
+        f"{rounds} of the 4 rounds that show growth were served; soak for longer."
+    ]
 
 
 def test_a_buffer_that_moved_in_between_fails(soaked):

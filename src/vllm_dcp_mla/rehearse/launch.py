@@ -18,6 +18,7 @@ from typing import Any
 
 from .engine import EngineSpec, environment
 from .faults import Fault
+from .machine import MachineError
 from .mps import MultiProcessService
 from .placement import visible
 from .processes import end_family, kill
@@ -79,7 +80,11 @@ class Engine:
     _struck: float | None = None
 
     def start(self, requests: Requests, gpus: tuple[int, ...], ranks_per_gpu: int) -> None:
-        """Starts every rank; ``ranks_per_gpu`` of them share each of the GPUs."""
+        """Starts every rank; ``ranks_per_gpu`` of them share each of the GPUs.
+
+        Raises:
+            .machine.MachineError: no port is free.
+        """
         self.folder.mkdir(mode=0o700)
         (self.folder / "engine.json").write_text(self.spec.model_dump_json())
         (self.folder / "requests.json").write_text(requests.model_dump_json())
@@ -257,7 +262,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _current_first(stacks: str) -> str:
-    """faulthandler's stacks of all threads, with the one that hangs before its helpers."""
+    """faulthandler's stacks of all threads, with the one that hangs before the others."""
     threads = stacks.strip("\n").split("\n\n")
     return "\n\n".join(sorted(threads, key=lambda text: not text.startswith("Current thread")))
 
@@ -270,16 +275,17 @@ def _text(path: Path) -> str:
 
 
 def _free_port() -> tuple[socket.socket, int]:
-    """A port that is held, below those that Linux gives to connections.
+    """A port that is held, below those that Linux gives to connections where it leaves some.
 
     The rank that listens on it comes half a minute later, while other engines connect.
 
     Raises:
-        EngineError: none is free.
+        MachineError: none is free.
     """
-    lowest = int(_text(_CONNECTION_PORTS).split()[0])
-    tried = random.SystemRandom().sample(range(_FIRST_PORT, lowest), _PORTS_TRIED)
-    for port in tried:
+    lowest = next(iter(_text(_CONNECTION_PORTS).split()), "0")
+    quiet = range(_FIRST_PORT, int(lowest))
+    tried = random.SystemRandom().sample(quiet, min(_PORTS_TRIED, len(quiet)))
+    for port in (*tried, 0):  # 0: any that Linux would give
         held = socket.socket()
         try:
             held.bind(("127.0.0.1", port))
@@ -287,5 +293,5 @@ def _free_port() -> tuple[socket.socket, int]:
             held.close()
             continue
         held.listen()
-        return held, port
-    raise EngineError(f"{_PORTS_TRIED} ports from {_FIRST_PORT} to {lowest - 1} are in use.")
+        return held, held.getsockname()[1]
+    raise MachineError("no port of 127.0.0.1 is free for ranks to meet at; end what holds them.")

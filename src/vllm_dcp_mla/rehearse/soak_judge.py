@@ -44,7 +44,8 @@ def judge_soak(configuration: Configuration, results: Mapping[str, EngineResult]
 
 def _soak_memory(configuration: Configuration, result: EngineResult) -> Case:
     seen = [rank["soak"]["states"] for rank in result.ranks]
-    growths = [_growth(states, _on_the_same_gpu(states, seen)) for states in seen]
+    enough = len(seen[0]) >= _FEWEST_STATES
+    growths = [_growth(s, _on_the_same_gpu(s, seen)) for s in seen] if enough else []
     problems = [
         f"rank {number}: {what} grew by {size:,} bytes in the second half, of which "
         f"{_ACCEPTED_GROWTH[what]:,} are accepted."
@@ -52,8 +53,11 @@ def _soak_memory(configuration: Configuration, result: EngineResult) -> Case:
         for what, size in growth.items()
         if size > _ACCEPTED_GROWTH[what]
     ]
-    if len(seen[0]) < _FEWEST_STATES:
-        problems.append(f"{len(seen[0]) - 1} rounds show no growth; soak for longer.")
+    if not enough:
+        problems.append(
+            f"{len(seen[0]) - 1} of the {_FEWEST_STATES - 1} rounds that show growth were served; "
+            "soak for longer."
+        )
     problems += [
         f"rank {number}: buffers moved."
         for number, states in enumerate(seen)
@@ -62,7 +66,7 @@ def _soak_memory(configuration: Configuration, result: EngineResult) -> Case:
     return Case(
         f"{configuration.name}: soak memory",
         not problems,
-        max(size for growth in growths for size in growth.values()),
+        max((size for growth in growths for size in growth.values()), default=0),
         max(_ACCEPTED_GROWTH.values()),
         tuple(problems),
     )
