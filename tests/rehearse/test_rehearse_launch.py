@@ -276,7 +276,7 @@ def test_no_port_at_all_is_said(monkeypatch):
         bind = taken
 
     monkeypatch.setattr(launch.socket, "socket", Taken)
-    with pytest.raises(MachineError, match="no port of 127.0.0.1 is free"):
+    with pytest.raises(MachineError, match=r"no port of 127\.0\.0\.1 is free"):
         launch._free_port()
 
 
