@@ -132,6 +132,25 @@ def test_a_workspace_of_another_size_fails(results, off):
     assert judged(results)[1].error == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "size"),
+    [
+        ("VLLM_DCP_MLA_SLAB_LIMIT_BYTES", "135266304", 548_405_248),
+        ("VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE", "104857600", 104_857_600),
+    ],
+)
+def test_a_workspace_has_the_size_that_was_set(results, monkeypatch, name, value, size):
+    monkeypatch.setenv(name, value)
+    for one in results[ONE.name].ranks:
+        one["before"]["buffers"] = one["after"]["buffers"] = [["workspace", 4096, size]]
+    assert problems(results) == []
+
+
+def test_a_setting_of_a_buffer_that_is_not_there_is_nobodys(results, monkeypatch):
+    monkeypatch.setenv("VLLM_DCP_MLA_GATHER_LIMIT_BYTES", "1")
+    assert problems(results) == []
+
+
 def test_a_rank_without_a_workspace_fails(results):
     for when in ("before", "after"):
         results[ONE.name].ranks[1][when]["buffers"] = []

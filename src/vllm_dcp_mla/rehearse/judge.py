@@ -13,7 +13,7 @@ import numpy as np
 from .checkpoint import RehearsalModel
 from .configuration import Configuration
 from .drift import DRIFT_LIMIT, Drift, compare, distance
-from .memory import planned_bytes
+from .memory import PLANNED, planned_bytes
 from .observe import OURS
 from .recall import Recall
 from .schedule import EngineResult
@@ -182,16 +182,17 @@ def _memory(
     configuration: Configuration, result: EngineResult, model: RehearsalModel
 ) -> list[Case]:
     """The buffers whose sizes are planned, to the byte."""
-    planned = planned_bytes(configuration, result.spec, model, result.ranks[0]["engine"]["sms"])
     held = [
-        {name: size for name, _, size in rank["after"]["buffers"] if name in planned}
+        {name: size for name, _, size in rank["after"]["buffers"] if name in PLANNED}
         for rank in result.ranks
     ]
     cases = []
     for name in dict.fromkeys(name for buffers in held for name in buffers):
         sizes = {buffers.get(name, 0) for buffers in held}
-        off = max(abs(size - planned[name]) for size in sizes)
-        problem = f"the {name} buffer is {sorted(sizes)} bytes, planned were {planned[name]}."
+        sms = result.ranks[0]["engine"]["sms"]
+        planned = planned_bytes(name, configuration, result.spec, model, sms)
+        off = max(abs(size - planned) for size in sizes)
+        problem = f"the {name} buffer is {sorted(sizes)} bytes, planned were {planned}."
         problems = (problem,) if off else ()
         cases.append(Case(f"{configuration.name}: {name}", not off, off, 0, problems))
     return cases
