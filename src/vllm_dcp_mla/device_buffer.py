@@ -152,7 +152,7 @@ def num_sms(device: torch.device) -> int:
 
 
 def zero_all() -> None:
-    """Zeroes every buffer again: sleep mode may have given their memory back in between."""
+    """Zeroes again what kernels expect to be zero: sleep mode may have dropped it in between."""
     for device, buffers in _BY_DEVICE.items():
         buffers.workspace.zero_()
         buffers.counters.zero_()

@@ -1,6 +1,7 @@
 """Patch: the attention workspace is zero again after sleep mode woke a worker up.
 
-Symptom: after ``/sleep?level=2`` and ``/wake_up``, garbage where trtllm-gen expects zeros.
+Symptom: after ``/sleep?level=2`` and ``/wake_up``, garbage where trtllm-gen, or our Triton kernel's
+count of arrivals, expects zeros.
 Cause: the workspace belongs to the memory that sleep mode drops with the weights; vLLM restores
 only what a model lists as a buffer.
 Guard: wraps ``Worker.wake_up`` once; does nothing unless weights come back and a workspace exists.
