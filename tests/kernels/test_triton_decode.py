@@ -48,6 +48,21 @@ def test_agrees_with_float64(tokens, heads, topk, cache, dims, num_sms, tiling, 
     )
 
 
+@pytest.mark.parametrize("num_sms", [1, 8])
+@pytest.mark.parametrize("tiling", [TILINGS[0], TILINGS[-1]])
+@pytest.mark.parametrize("where", ["query", "key"])
+def test_what_is_no_number_is_not_hidden(num_sms, tiling, where):
+    batch = make_batch(2, 9, 200, counts=[200, 0])
+    if where == "query":
+        batch.query[0, 3, 7] = float("nan")
+    else:
+        batch.cache_rows[batch.topk[0, 150], 7] = float("nan")
+    kernel(num_sms, tiling).launch(batch, make_partials(8))
+    assert batch.out[0, 3].isnan().any()
+    assert batch.lse[0, 3].isnan()
+    assert not batch.out[1].any()
+
+
 @pytest.mark.parametrize("cache", sorted(CACHES))
 @pytest.mark.parametrize("splits", [2, 3, 4])
 @pytest.mark.parametrize("merges_in_launch", [False, True])

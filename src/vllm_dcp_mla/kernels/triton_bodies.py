@@ -122,9 +122,10 @@ def attend_kernel(  # type: ignore[no-untyped-def]
         top = new_top
 
     if parts == 1:
-        some = total > 0
-        out = tl.where(some[:, None], acc * (value_scale / tl.where(some, total, 1.0))[:, None], 0)
-        lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))), float("-inf"))
+        # By the count: a total that is no number must not pass for a row without keys.
+        total = tl.where(count > 0, total, 1.0)
+        out = acc * (value_scale / total)[:, None]
+        lse = top + tl.log2(total)
         out_at = out_ptr + token * out_token + head[:, None] * out_head + latent[None, :]
         tl.store(tl.multiple_of(out_at, (1, 16)), out.to(tl.bfloat16), mask=held)
         tl.store(lse_ptr + token * lse_token + head, lse * 0.6931471805599453, mask=head < heads)
