@@ -119,8 +119,9 @@ def test_a_long_prompt_goes_with_a_comparison_only(other):
     assert "--long-prompt" in error.problems[0]
 
 
-def test_a_prompt_longer_than_the_model_serves_is_refused():
-    error = refused(raw(model="deepseek-v3.2"), long_prompt="163840")
+@pytest.mark.parametrize(("model", "cover"), [("deepseek-v3.2", False), ("glm-5.2", True)])
+def test_a_prompt_longer_than_a_model_serves_is_refused(model, cover):
+    error = refused(raw(model=model), long_prompt="163840", cover=cover)
     (problem,) = error.problems
     assert problem == (
         "--long-prompt 163840 needs a context of 163904 tokens, and deepseek-v3.2 has 163840; "

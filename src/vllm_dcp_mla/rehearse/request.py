@@ -18,7 +18,7 @@ from ..planner.request import (
 )
 from ..simulate.gpus import Gpu
 from .config import INDEX_TOPK, MAX_MODEL_LEN, small_config
-from .configuration import Configuration, cover
+from .configuration import COVER, Configuration, cover
 from .engine import GRAPHS, Graphs
 from .faults import FAULTS
 from .machine import LocalGpu, Machine
@@ -180,19 +180,8 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
             "--long-prompt is served once, and not by --soak or --break; leave it out."
         )
     index_topk = int(more.index_topk) if more.index_topk else None
-    needed = max_model_len(0, long_tokens)
-    try:  # here, where it costs nothing, and not after the machine was looked at
-        config = small_config(
-            request.model, index_topk=index_topk, max_model_len=max(MAX_MODEL_LEN, needed)
-        )
-    except ModelConfigError as error:
-        impossible.append(str(error))
-    else:
-        if needed > config["max_position_embeddings"]:
-            impossible.append(
-                f"--long-prompt {long_tokens} needs a context of {needed} tokens, and "
-                f"{request.model} has {config['max_position_embeddings']}; give a shorter one."
-            )
+    for model in COVER["model"] if more.cover else (request.model,):
+        impossible += _model_problems(model, index_topk, long_tokens)
     if impossible:
         raise RequestError(impossible, IMPOSSIBLE)
     return Rehearsal(
@@ -210,6 +199,24 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
             soak_seconds=60 * minutes or None,
         ),
     )
+
+
+def _model_problems(model: str, index_topk: int | None, long_tokens: int) -> list[str]:
+    """Why no small model can be made that serves all prompts; known before the machine is."""
+    needed = max_model_len(0, long_tokens)
+    try:
+        config = small_config(
+            model, index_topk=index_topk, max_model_len=max(MAX_MODEL_LEN, needed)
+        )
+    except ModelConfigError as error:
+        return [str(error)]
+    if needed <= (most := config["max_position_embeddings"]):
+        return []
+    problem = (
+        f"--long-prompt {long_tokens} needs a context of {needed} tokens, and {model} has {most}; "
+        "give a shorter one."
+    )
+    return [problem]
 
 
 def _integer(
