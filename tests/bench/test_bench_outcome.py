@@ -113,6 +113,17 @@ def test_what_is_missing_names_the_works_and_what_can_run(monkeypatch):
     assert "B200 has capability 10.0" in " ".join(run.missing([WORKS["attention"]]))
 
 
+def test_a_gpu_that_others_fill_is_said(monkeypatch):
+    from vllm_dcp_mla.bench import machine
+
+    def full(device):
+        raise torch.OutOfMemoryError("CUDA out of memory. 2.00 GiB wanted.\nmore")
+
+    monkeypatch.setattr(machine, "measure_ceilings", full)
+    with pytest.raises(run.BenchError, match=r"GPU: CUDA out of memory\. .* wanted\. End what"):
+        run._ceilings(torch.device("cpu"))
+
+
 def test_panels_have_several_sizes():
     rows = [attention(n, 10.0 * n, p) for n in (1, 8) for p in ("flashmla", "triton_decode")]
     single = Row("attention", "x", "y", us=1, sizes={"tokens": 1, **SIZES, "rows": 9})

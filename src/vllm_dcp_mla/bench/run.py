@@ -10,6 +10,7 @@ from typing import Any
 
 from ..compat.installed import installed_version, package_folder
 from ..compat.releases import RELEASES, installed_release
+from .floor import Ceilings
 from .rows import Row
 from .works import GPU, NEWEST, SM90, WORKS, Work
 
@@ -131,7 +132,7 @@ def run_bench(works: list[Work], *, quick: bool, note: Callable[[str], None]) ->
     ceilings = None
     if device_type == "cuda":
         note("measuring bandwidth and peak")
-        ceilings = machine.measure_ceilings(device)
+        ceilings = _ceilings(device)
         said["bandwidth_tb_s"] = round(ceilings.bytes_per_us / 1e6, 3)
         said["bf16_tflop_s"] = round(ceilings.flops_per_us / 1e6, 1)
     session = Session(
@@ -146,6 +147,20 @@ def run_bench(works: list[Work], *, quick: bool, note: Callable[[str], None]) ->
     outcome.estimates = session.estimates
     outcome.seconds = time.perf_counter() - started
     return outcome
+
+
+def _ceilings(device: Any) -> Ceilings:
+    import torch
+
+    from . import machine
+
+    try:
+        return machine.measure_ceilings(device)
+    except torch.OutOfMemoryError as error:
+        text = str(error).partition("\n")[0]
+        raise BenchError(
+            [f"bandwidth is measured in 4 GiB of the GPU: {text} End what else uses it."]
+        ) from None
 
 
 def _run_work(work: Work, session: Any, outcome: Outcome, note: Callable[[str], None]) -> None:
