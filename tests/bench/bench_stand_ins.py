@@ -1,4 +1,4 @@
-"""A clock that ticks as it is told, and a session on the CPU that times with it."""
+"""A clock that ticks as it is told, and a workbench on the CPU that times with it."""
 
 import torch
 
@@ -27,11 +27,11 @@ class Clock:
         return once
 
 
-def session(clock=None, quick=True):
-    from vllm_dcp_mla.bench.session import Session
+def workbench(clock=None, quick=True):
+    from vllm_dcp_mla.bench.workbench import Workbench
 
     ceilings = Ceilings(bytes_per_us=4e6, flops_per_us=8e8)
-    return Session(
+    return Workbench(
         torch.device("cpu"), quick, ceilings, num_sms=4, l2_bytes=1 << 16,
         stopwatch=clock or Clock(),
     )  # fmt: skip

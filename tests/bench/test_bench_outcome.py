@@ -76,11 +76,11 @@ def test_the_table_shows_columns_that_are_filled():
 
 
 def test_a_wrong_provider_and_a_work_that_fails_are_problems_and_the_others_go_on(monkeypatch):
-    def wrong(session):
+    def wrong(workbench):
         yield Row("attention", "x", "y", problem="it is off")
         raise RuntimeError("no luck")
 
-    def good(session):
+    def good(workbench):
         yield attention(1, 2.0)
 
     runners = {"attention": wrong, "split": good}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 torch = pytest.importorskip("torch")
-from bench_stand_ins import Clock, session  # noqa: E402
+from bench_stand_ins import Clock, workbench  # noqa: E402
 
 from release_marks import serves_hopper  # noqa: E402
 from vllm_dcp_mla.bench import check, inputs  # noqa: E402
@@ -55,7 +55,7 @@ def stand_in(monkeypatch, spoil=lambda batch: None, **attributes):
 def test_attention_rows_of_our_kernel(cache, narrow):
     from vllm_dcp_mla.bench.works import attention
 
-    rows = attention.at_shape(session(), "attention", cache, 3, 16, 60, ("triton_decode",))
+    rows = attention.at_shape(workbench(), "attention", cache, 3, 16, 60, ("triton_decode",))
     (row,) = rows
     assert row.problem is None
     assert row.shape == "3 tokens, 60 rows, 16 heads, bf16"
@@ -69,7 +69,7 @@ def test_what_the_backend_does_after_a_launch_belongs_to_it(cache, narrow, monke
     from vllm_dcp_mla.bench.works import attention
 
     stand_in(monkeypatch)
-    (row,) = attention.at_shape(session(), "attention", cache, 3, 4, 60, ("any",))
+    (row,) = attention.at_shape(workbench(), "attention", cache, 3, 4, 60, ("any",))
     assert row.problem is None
     assert row.us is not None
 
@@ -79,7 +79,7 @@ def test_a_wrong_kernel_is_said_and_not_timed(cache, narrow, monkeypatch):
 
     clock = Clock()
     stand_in(monkeypatch, spoil=lambda batch: batch.out.mul_(1.1))
-    (row,) = attention.at_shape(session(clock), "attention", cache, 3, 4, 60, ("any",))
+    (row,) = attention.at_shape(workbench(clock), "attention", cache, 3, 4, 60, ("any",))
     assert "relative error" in row.problem
     assert row.us is None
     assert clock.turns == []
@@ -92,11 +92,11 @@ def test_a_kernel_that_refuses_or_is_not_here_is_said(cache, narrow, monkeypatch
         raise RuntimeError("out of luck\nand more")
 
     stand_in(monkeypatch, spoil=refuse)
-    (row,) = attention.at_shape(session(), "attention", cache, 1, 4, 60, ("any",))
+    (row,) = attention.at_shape(workbench(), "attention", cache, 1, 4, 60, ("any",))
     assert (row.us, row.problem) == (None, None)
     assert row.note == "did not run: RuntimeError: out of luck"
     monkeypatch.undo()
-    rows = attention.at_shape(session(), "attention", cache, 1, 4, 60, ("flashmla",))
+    rows = attention.at_shape(workbench(), "attention", cache, 1, 4, 60, ("flashmla",))
     assert rows[0].note.startswith("not here: ")
 
 
@@ -120,7 +120,7 @@ def test_every_limit_of_a_split_gives_the_same(cache, monkeypatch):
     stand_in(monkeypatch)
     kernel = attention.load_kernel("any")
     (batch,) = inputs.make_sets(cache, 7, 2, 20, 1, width=32)
-    buffers = attention.make_buffers(session())
+    buffers = attention.make_buffers(workbench())
     for limit in (2, 7, 100):
         check.poison(batch)
         split._launches(kernel, batch, buffers, limit)
@@ -155,7 +155,7 @@ def test_our_step_from_positions_to_what_is_sent(small_step):
     for name in inputs.CACHES:
         rows, scale = small_step._random_cache(name, CPU)
         chosen = small_step._select(3, 1, CPU)
-        attend = small_step.ours(session(), rows, scale, chosen)
+        attend = small_step.ours(workbench(), rows, scale, chosen)
         version = small_step.Version(attend, rows, scale, 1152)
         assert small_step._problem(version, chosen) is None
         sent = small_step._step(version, chosen.queries[0], chosen.topk[0])
@@ -211,7 +211,7 @@ def test_stocks_step_runs_its_own_code(small_step, stock_kernel):
 
 def test_the_step_of_both_from_its_caches_to_its_remarks(small_step, stock_kernel, monkeypatch):
     monkeypatch.setattr(small_step, "_QUICK_TOKENS", (1, 3))
-    run = session()
+    run = workbench()
     rows = list(small_step.run(run))
     assert [r.problem or r.note for r in rows] == [None] * 6
     assert all(r.us > 0 and r.floor_us > 0 for r in rows)
@@ -226,7 +226,7 @@ def test_attention_from_its_caches_to_its_remarks(narrow, monkeypatch):
     monkeypatch.setattr(attention, "_QUICK_TOKENS", (2,))
     monkeypatch.setattr(attention, "HEADS", (16,))
     monkeypatch.setattr(attention, "ROWS", (40,))
-    rows = list(attention.run(session()))
+    rows = list(attention.run(workbench()))
     ours = [r for r in rows if r.provider == "triton_decode"]
     assert [(r.sizes["cache"], r.problem) for r in ours] == [("bf16", None), ("fp8_e4m3", None)]
     assert all(r.us is None and r.note for r in rows if r not in ours)
@@ -242,7 +242,7 @@ def test_tilings_from_their_caches_to_their_remarks(narrow, monkeypatch):
     monkeypatch.setattr(tilings, "_QUICK_TOKENS", (1,))
     monkeypatch.setattr(tilings, "HEADS", (16,))
     monkeypatch.setattr(tilings, "ROWS", (60,))
-    run = session()
+    run = workbench()
     rows = list(tilings.run(run))
     assert len(rows) == 2 * len(tilings.CANDIDATES)
     assert [r.problem or r.note for r in rows] == [None] * len(rows)
@@ -259,7 +259,7 @@ def test_splits_from_their_cache_to_their_remarks(narrow, monkeypatch):
         "TOKENS": (6,), "_QUICK_LIMITS": (2, 4, 8), "_HEADS": 16, "_ROWS": 50,
     }.items():  # fmt: skip
         monkeypatch.setattr(split, name, value)
-    run = session()
+    run = workbench()
     rows = list(split.run(run))
     assert [r.sizes["tokens_per_launch"] for r in rows] == [2, 4, 6]
     assert [r.problem or r.note for r in rows] == [None] * 3
@@ -285,7 +285,9 @@ def test_ours_over_stocks():
 def test_launches_around_the_kernel_are_counted():
     from vllm_dcp_mla.bench.works import launches
 
-    rows = {(r.sizes["tokens"], r.provider): r.counted for r in launches.run(session(quick=False))}
+    rows = {
+        (r.sizes["tokens"], r.provider): r.counted for r in launches.run(workbench(quick=False))
+    }
     assert rows[1, "vllm_dcp_mla"]["launches"] < rows[1, "stock"]["launches"]
     for tokens, more in ((8192, 1), (32_768, 7)):
         ours = rows[tokens, "vllm_dcp_mla"]
@@ -308,7 +310,7 @@ def test_metadata_of_both_builders_on_the_same_batch():
         Batch("decode", (70, 900), (1, 1), 2),
         Batch("prefill", (3000,), (1200,), 0),
     ):
-        rows = metadata.at_batch(session(), batch)
+        rows = metadata.at_batch(workbench(), batch)
         assert [(r.provider, r.problem) for r in rows] == [("vllm_dcp_mla", None), ("stock", None)]
         assert all(r.us > 0 and r.sizes["time"] == "host" for r in rows)
     assert len(metadata.ratios(rows)) == 1
@@ -385,7 +387,7 @@ def test_growth_runs_over_the_kernel_that_is_dispatched_to(monkeypatch, narrow):
         "STEP": 1500, "_HEADS": 16, "_ROWS": 64, "_TOKENS": 2,
     }.items():  # fmt: skip
         monkeypatch.setattr(growth, name, value)
-    run = session(quick=False)
+    run = workbench(quick=False)
     rows = list(growth.run(run))
     assert [r.problem for r in rows] == [None] * len(rows)
     assert {r.sizes["line"] for r in rows} == {"tokens", "heads", "rows", "context"}

@@ -125,7 +125,7 @@ def run_bench(works: list[Work], *, quick: bool, note: Callable[[str], None]) ->
     note("importing vLLM")
     engine.prepare(device_type)
     from . import machine
-    from .session import Session
+    from .workbench import Workbench
 
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
     said = machine.describe(device)
@@ -135,16 +135,16 @@ def run_bench(works: list[Work], *, quick: bool, note: Callable[[str], None]) ->
         ceilings = _ceilings(device)
         said["bandwidth_tb_s"] = round(ceilings.bytes_per_us / 1e6, 3)
         said["bf16_tflop_s"] = round(ceilings.flops_per_us / 1e6, 1)
-    session = Session(
+    workbench = Workbench(
         device, quick, ceilings, said.get("multiprocessors", 4), said.get("l2_bytes", 1)
     )
     outcome = Outcome(said, works)
     torch.manual_seed(0)
     with torch.inference_mode():
         for work in works:
-            _run_work(work, session, outcome, note)
-    outcome.remarks, outcome.fits = session.remarks, session.fits
-    outcome.estimates = session.estimates
+            _run_work(work, workbench, outcome, note)
+    outcome.remarks, outcome.fits = workbench.remarks, workbench.fits
+    outcome.estimates = workbench.estimates
     outcome.seconds = time.perf_counter() - started
     return outcome
 
@@ -163,9 +163,9 @@ def _ceilings(device: Any) -> Ceilings:
         ) from None
 
 
-def _run_work(work: Work, session: Any, outcome: Outcome, note: Callable[[str], None]) -> None:
+def _run_work(work: Work, workbench: Any, outcome: Outcome, note: Callable[[str], None]) -> None:
     try:
-        for row in work.runner()(session):
+        for row in work.runner()(workbench):
             outcome.rows.append(row)
             note(_one_line(row))
             if row.problem is not None:

@@ -1,4 +1,4 @@
-"""The works of ``bench``, each a module with ``run(session)``, and what each needs: one list."""
+"""The works of ``bench``, each a module with ``run(workbench)``, and what each needs: one list."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..rows import Row
-    from ..session import Session
+    from ..workbench import Workbench
 
 #: Needs, as they are said where they are missing.
 GPU = "an NVIDIA GPU"
@@ -35,9 +35,9 @@ class Work:
     silent_about: tuple[str, ...] = ()
     default: bool = True
 
-    def runner(self) -> Callable[[Session], Iterator[Row]]:
+    def runner(self) -> Callable[[Workbench], Iterator[Row]]:
         """Measures; imports what that takes."""
-        run: Callable[[Session], Iterator[Row]] = import_module(f"{__name__}.{self.name}").run
+        run: Callable[[Workbench], Iterator[Row]] = import_module(f"{__name__}.{self.name}").run
         return run
 
 

@@ -14,8 +14,8 @@ from ...key_splits import arrival_bytes, partial_bytes
 from .. import check, floor
 from ..inputs import CACHES, DIMS, TOPK, Cache, make_cache, make_sets, set_bytes, with_ragged_rows
 from ..rows import Row
-from ..session import REFUSALS, Session
 from ..timing import number_of_sets
+from ..workbench import REFUSALS, Workbench
 
 #: Query heads of a DCP group: GLM-5.2's, DeepSeek-V3.2's.
 HEADS = (64, 128)
@@ -28,25 +28,25 @@ KERNELS = ("triton_decode", "flashmla", "flash_attn3")
 BEHIND = 0.05
 
 
-def run(session: Session) -> Iterator[Row]:
+def run(workbench: Workbench) -> Iterator[Row]:
     """Rows of every shape; then where another kernel would be faster than the one dispatched to."""
-    tokens = _QUICK_TOKENS if session.quick else TOKENS
-    heads_of = HEADS[:1] if session.quick else HEADS
+    tokens = _QUICK_TOKENS if workbench.quick else TOKENS
+    heads_of = HEADS[:1] if workbench.quick else HEADS
     mine = []
     for cache_name in CACHES:
-        cache = make_cache(cache_name, session.device)
+        cache = make_cache(cache_name, workbench.device)
         for heads in heads_of:
             for rows in ROWS:
                 for number in tokens:
-                    for row in at_shape(session, "attention", cache, number, heads, rows):
+                    for row in at_shape(workbench, "attention", cache, number, heads, rows):
                         mine.append(row)
                         yield row
         del cache
-    session.remarks += fastest(mine)
+    workbench.remarks += fastest(mine)
 
 
 def at_shape(
-    session: Session,
+    workbench: Workbench,
     work: str,
     cache: Cache,
     tokens: int,
@@ -57,9 +57,9 @@ def at_shape(
     """Rows of one shape, one for each kernel that takes it."""
     shape = LaunchShape(heads, TOPK, cache.rows.dtype, DIMS)
     name = next(n for n, dtype in CACHES.items() if dtype == cache.rows.dtype)
-    found, absent = load_kernels(session, shape, rows, kernels)
-    sets = make_batches(session, cache, tokens, heads, rows)
-    buffers = make_buffers(session)
+    found, absent = load_kernels(workbench, shape, rows, kernels)
+    sets = make_batches(workbench, cache, tokens, heads, rows)
+    buffers = make_buffers(workbench)
     demand = floor.attention(tokens, heads, rows, element_bytes=cache.rows.element_size())
     row = partial(
         Row,
@@ -67,24 +67,24 @@ def at_shape(
         f"{tokens:,} tokens, {rows:,} rows, {heads} heads, {name}",
         sizes={"tokens": tokens, "rows": rows, "heads": heads, "cache": name},
     )
-    rows_made = session.measure(
+    rows_made = workbench.measure(
         row,
         {n: partial(checked, kernel, sets[0], buffers) for n, kernel in found.items()},
         {n: partial(launch_all, kernel, sets, buffers) for n, kernel in found.items()},
         len(sets),
-        floor_us=session.floor_us(demand),
+        floor_us=workbench.floor_us(demand),
     )
     return [*rows_made, *(row(provider=n, note=why) for n, why in absent.items())]
 
 
 def load_kernels(
-    session: Session, shape: LaunchShape, rows: int, names: tuple[str, ...] = KERNELS
+    workbench: Workbench, shape: LaunchShape, rows: int, names: tuple[str, ...] = KERNELS
 ) -> tuple[dict[str, SparseMlaKernel], dict[str, str]]:
     """The kernels that take a shape, and why others do not run; a refused dtype is no row."""
     found, absent = {}, {}
     for name in names:
         try:
-            kernel = load_kernel(name, num_sms=session.num_sms, rows=rows)
+            kernel = load_kernel(name, num_sms=workbench.num_sms, rows=rows)
         except REFUSALS as error:
             absent[name] = f"not here: {error}"
             continue
@@ -94,23 +94,23 @@ def load_kernels(
 
 
 def make_batches(
-    session: Session, cache: Cache, tokens: int, heads: int, rows: int
+    workbench: Workbench, cache: Cache, tokens: int, heads: int, rows: int
 ) -> list[SparseMlaBatch]:
     """Input sets that are larger together than the L2."""
     (one,) = make_sets(cache, tokens, heads, rows, 1)
-    more = number_of_sets(set_bytes(one, rows), session.l2_bytes) - 1
+    more = number_of_sets(set_bytes(one, rows), workbench.l2_bytes) - 1
     return [one, *make_sets(cache, tokens, heads, rows, more)]
 
 
-def make_buffers(session: Session) -> LaunchBuffers:
+def make_buffers(workbench: Workbench) -> LaunchBuffers:
     """Memory for split keys, as the backend holds it."""
     return LaunchBuffers(
         torch.zeros(
-            partial_bytes(DIMS.kv_lora_rank, session.num_sms),
+            partial_bytes(DIMS.kv_lora_rank, workbench.num_sms),
             dtype=torch.int8,
-            device=session.device,
+            device=workbench.device,
         ),
-        torch.zeros(arrival_bytes(session.num_sms), dtype=torch.uint8, device=session.device),
+        torch.zeros(arrival_bytes(workbench.num_sms), dtype=torch.uint8, device=workbench.device),
     )
 
 

@@ -15,7 +15,7 @@ from ..engine import Batch
 from ..fits import Line, estimate_step, fit
 from ..inputs import CACHES, DIMS, TOPK, make_cache
 from ..rows import Row
-from ..session import Session
+from ..workbench import Workbench
 from .attention import at_shape
 from .metadata import PROVIDERS, at_batch
 
@@ -34,16 +34,16 @@ _ESTIMATED_TOKENS = (1, 16, 64, 256)
 _ESTIMATED_DCP = (1, 2, 4, 8)
 
 
-def run(session: Session) -> Iterator[Row]:
-    """Rows of every point; fits and estimates go to the session."""
+def run(workbench: Workbench) -> Iterator[Row]:
+    """Rows of every point; fits and estimates go to the workbench."""
     points: list[Row] = []
-    cache = make_cache("bf16", session.device)
-    step = 2 if session.quick else 1
+    cache = make_cache("bf16", workbench.device)
+    step = 2 if workbench.quick else 1
     lines: dict[str, tuple[int, ...]] = {"tokens": TOKENS, "heads": HEADS, "rows": ROWS}
     for line, units in lines.items():
         for number in units[::step]:
             shape = {"tokens": _TOKENS, "heads": _HEADS, "rows": _ROWS} | {line: number}
-            for row in _attention(session, cache, line, number, shape):
+            for row in _attention(workbench, cache, line, number, shape):
                 points.append(row)
                 yield row
     del cache
@@ -53,23 +53,23 @@ def run(session: Session) -> Iterator[Row]:
             points.append(_on_line(row, "ranks", ranks))
     for context in CONTEXTS[::step]:
         batch = Batch(f"prefill, {STEP:,} tokens of {context:,}", (context,), (STEP,), 0)
-        for row in at_batch(session, batch):
+        for row in at_batch(workbench, batch):
             if row.sizes["time"] == "host" and row.us is not None:
                 points.append(_on_line(replace(row, work="growth"), "context", context))
                 yield points[-1]
-    session.fits += fitted(points)
-    session.estimates += estimated(points)
+    workbench.fits += fitted(points)
+    workbench.estimates += estimated(points)
 
 
 def _attention(
-    session: Session, cache: Any, line: str, number: int, shape: dict[str, int]
+    workbench: Workbench, cache: Any, line: str, number: int, shape: dict[str, int]
 ) -> Iterator[Row]:
     from ...backends import hopper
 
     tokens, heads, rows = shape["tokens"], shape["heads"], shape["rows"]
     launch = LaunchShape(heads, TOPK, CACHES["bf16"], DIMS)
-    chosen = hopper.choose_kernels(launch, "auto", session.num_sms, rows).of(tokens)
-    for row in at_shape(session, "growth", cache, tokens, heads, rows, (chosen.name,)):
+    chosen = hopper.choose_kernels(launch, "auto", workbench.num_sms, rows).of(tokens)
+    for row in at_shape(workbench, "growth", cache, tokens, heads, rows, (chosen.name,)):
         yield replace(
             _on_line(row, line, number),
             provider=_DISPATCHED,

@@ -21,7 +21,7 @@ from ...workspace import DEFAULT_SLAB_LIMIT_BYTES, plan_workspace
 from ..counting import CountedOperations
 from ..inputs import DIMS, HEAD_DIM, TOPK
 from ..rows import Row
-from ..session import Session
+from ..workbench import Workbench
 
 HEADS = 64
 TOKENS = (1, 64, 8192, 32_768)
@@ -30,9 +30,9 @@ _BLOCK = 64
 _META = torch.device("meta")
 
 
-def run(session: Session) -> Iterator[Row]:
+def run(workbench: Workbench) -> Iterator[Row]:
     """Rows of both at every number of tokens."""
-    for tokens in TOKENS[:2] if session.quick else TOKENS:
+    for tokens in TOKENS[:2] if workbench.quick else TOKENS:
         for provider, count in (("vllm_dcp_mla", count_ours), ("stock", count_stock)):
             counted = count(tokens)
             yield Row(

@@ -13,8 +13,8 @@ import torch
 
 from ..engine import Batch, common_metadata, indexer_builder, wrong_rows
 from ..rows import Row
-from ..session import Session
 from ..timing import HostStopwatch, QueuedStopwatch, Stopwatch, compare
+from ..workbench import Workbench
 
 PROVIDERS = ("vllm_dcp_mla", "stock")
 _CONTEXT = 131_072
@@ -43,26 +43,26 @@ def batches() -> list[Batch]:
     ]
 
 
-def run(session: Session) -> Iterator[Row]:
+def run(workbench: Workbench) -> Iterator[Row]:
     """Rows of host time, and with a GPU of the time until it is done, of every batch."""
-    on_gpu = session.device.type == "cuda"
+    on_gpu = workbench.device.type == "cuda"
     if not on_gpu:
-        session.remarks.append(
+        workbench.remarks.append(
             "metadata: on a CPU the host's part only; kernels are left out of it, for both."
         )
     mine: list[Row] = []
     for batch in batches():
-        if session.quick and batch.name not in _QUICK:
+        if workbench.quick and batch.name not in _QUICK:
             continue
-        for row in at_batch(session, batch):
+        for row in at_batch(workbench, batch):
             mine.append(row)
             yield row
-    session.remarks += ratios(mine)
+    workbench.remarks += ratios(mine)
 
 
-def at_batch(session: Session, batch: Batch) -> list[Row]:
+def at_batch(workbench: Workbench, batch: Batch) -> list[Row]:
     """Rows of one batch."""
-    device = session.device
+    device = workbench.device
     wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     measured: dict[str, Stopwatch] = {"host": HostStopwatch(wait)}
     if device.type == "cuda":
@@ -82,7 +82,7 @@ def at_batch(session: Session, batch: Batch) -> list[Row]:
         if device.type != "cuda":
             stack.enter_context(_without_kernels())
         for what, stopwatch in measured.items():
-            timings = compare(works, stopwatch, budget_us=session.budget_us)
+            timings = compare(works, stopwatch, budget_us=workbench.budget_us)
             rows += [
                 _row(batch, what, provider, us=timing.us, spread=timing.spread)
                 for provider, timing in timings.items()

@@ -9,7 +9,7 @@ from ...kernels.base import LaunchBuffers, LaunchShape, SparseMlaBatch, SparseMl
 from .. import floor
 from ..inputs import CACHES, DIMS, TOPK, make_cache, make_sets
 from ..rows import Row
-from ..session import Session
+from ..workbench import Workbench
 from .attention import checked, launch, load_kernels, make_buffers
 
 TOKENS = (8192, 32_768)
@@ -21,15 +21,15 @@ _ROWS = 512
 TOLERATED = 0.03
 
 
-def run(session: Session) -> Iterator[Row]:
+def run(workbench: Workbench) -> Iterator[Row]:
     """Rows of every kernel and limit; then the smallest limit that costs little."""
-    cache = make_cache("bf16", session.device)
+    cache = make_cache("bf16", workbench.device)
     shape = LaunchShape(_HEADS, TOPK, CACHES["bf16"], DIMS)
-    kernels, _ = load_kernels(session, shape, _ROWS)
-    buffers = make_buffers(session)
-    limits = _QUICK_LIMITS if session.quick else LIMITS
+    kernels, _ = load_kernels(workbench, shape, _ROWS)
+    buffers = make_buffers(workbench)
+    limits = _QUICK_LIMITS if workbench.quick else LIMITS
     mine: list[Row] = []
-    for tokens in TOKENS[:1] if session.quick else TOKENS:
+    for tokens in TOKENS[:1] if workbench.quick else TOKENS:
         (batch,) = make_sets(cache, tokens, _HEADS, _ROWS, 1)
         demand = floor.attention(tokens, _HEADS, _ROWS)
         for name, kernel in kernels.items():
@@ -37,17 +37,17 @@ def run(session: Session) -> Iterator[Row]:
                 limit: partial(_launches, kernel, batch, buffers, limit)
                 for limit in (*(n for n in limits if n < tokens), tokens)
             }
-            for row in session.measure(
+            for row in workbench.measure(
                 partial(_row, name, tokens),
                 {limit: partial(_checked, kernel, batch, buffers) for limit in works},
                 works,
                 1,
-                floor_us=session.floor_us(demand),
+                floor_us=workbench.floor_us(demand),
             ):
                 mine.append(row)
                 yield row
         del batch
-    session.remarks += verdicts(mine)
+    workbench.remarks += verdicts(mine)
 
 
 def _row(name: str, tokens: int, provider: int, **figures: object) -> Row:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..rows import Row
-from ..session import Session
+from ..workbench import Workbench
 
 _SECONDS = 300
 _IMPORTS = 5
@@ -27,7 +27,7 @@ _IMPORT = (
 )
 
 
-def run(session: Session) -> Iterator[Row]:
+def run(workbench: Workbench) -> Iterator[Row]:
     """Rows of the import, and of compiling where there is a GPU to compile for."""
     times = [float(_python("-c", _IMPORT).split()[-1]) for _ in range(_IMPORTS)]
     middle = statistics.median(times)
@@ -37,7 +37,7 @@ def run(session: Session) -> Iterator[Row]:
         spread=(max(times) - min(times)) / min(times),
     )
     for provider in PROVIDERS:
-        compiles = session.device.type == "cuda" and not session.quick
+        compiles = workbench.device.type == "cuda" and not workbench.quick
         counts = _compile(provider, compiles=compiles)
         yield Row(
             *("startup", "kernels under DCP that are compiled before serving", provider),

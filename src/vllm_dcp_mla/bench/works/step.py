@@ -20,8 +20,8 @@ from .. import check, floor
 from ..counting import profiled_launches
 from ..inputs import CACHES, DIMS, HEAD_DIM, TOPK
 from ..rows import Row
-from ..session import Session
 from ..timing import number_of_sets
+from ..workbench import Workbench
 from .attention import make_buffers
 
 _BLOCK = 64
@@ -64,34 +64,34 @@ class Version:
     row_bytes: int
 
 
-def run(session: Session) -> Iterator[Row]:
+def run(workbench: Workbench) -> Iterator[Row]:
     """Rows of ours from both caches and of stock's from its own."""
-    device = session.device
+    device = workbench.device
     caches = {name: _random_cache(name, device) for name in CACHES}
     packed, unpacked = random_ds_mla_cache(device, _BLOCKS)
     mine: list[Row] = []
-    for tokens in _QUICK_TOKENS if session.quick else TOKENS:
+    for tokens in _QUICK_TOKENS if workbench.quick else TOKENS:
         one = _select(tokens, 1, device)
         touched = tokens * (TOPK // _DCP * HEAD_DIM * 2 + _HEADS * (HEAD_DIM + 512) * 2)
-        sets = number_of_sets(touched, session.l2_bytes)
+        sets = number_of_sets(touched, workbench.l2_bytes)
         selections = one if sets == 1 else _select(tokens, sets, device)
         versions = {
             f"vllm_dcp_mla {name}": Version(
-                ours(session, cache, scale, selections), cache, scale, HEAD_DIM * cache.itemsize
+                ours(workbench, cache, scale, selections), cache, scale, HEAD_DIM * cache.itemsize
             )
             for name, (cache, scale) in caches.items()
         }
         versions["stock FLASHMLA_SPARSE fp8_ds_mla"] = Version(
             stock(packed, selections), unpacked, 1.0, DS_MLA_BYTES
         )
-        for row in _at_tokens(session, tokens, selections, versions):
+        for row in _at_tokens(workbench, tokens, selections, versions):
             mine.append(row)
             yield row
-    session.remarks += ratios(mine)
+    workbench.remarks += ratios(mine)
 
 
 def _at_tokens(
-    session: Session, tokens: int, selections: Selections, versions: dict[str, Version]
+    workbench: Workbench, tokens: int, selections: Selections, versions: dict[str, Version]
 ) -> list[Row]:
     made = []
     row = partial(
@@ -100,7 +100,7 @@ def _at_tokens(
         f"{tokens:,} tokens, DCP {_DCP}, {_HEADS} heads, {_CONTEXT:,} of context",
         sizes={"tokens": tokens, "dcp": _DCP, "heads": _HEADS, "context": _CONTEXT},
     )
-    rows = session.measure(
+    rows = workbench.measure(
         row,
         {name: partial(_problem, version, selections) for name, version in versions.items()},
         {name: partial(_pass, version, selections) for name, version in versions.items()},
@@ -116,7 +116,7 @@ def _at_tokens(
         made.append(
             Row(
                 timed.work, timed.shape, timed.provider, timed.us, timed.spread,
-                session.floor_us(demand), timed.sizes, counted, timed.problem, timed.note,
+                workbench.floor_us(demand), timed.sizes, counted, timed.problem, timed.note,
             )
         )  # fmt: skip
     return made
@@ -187,7 +187,7 @@ def reference(
 
 
 def ours(
-    session: Session, cache: torch.Tensor, scale: float, selections: Selections
+    workbench: Workbench, cache: torch.Tensor, scale: float, selections: Selections
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """This package's Hopper implementation, without the engine that makes it."""
     from ...backends import hopper
@@ -197,8 +197,8 @@ def ours(
     rows = TOPK // _DCP
     impl._shape = shape
     impl._is_quantized = cache.dtype != torch.bfloat16
-    impl._kernels = {_HEADS: hopper.choose_kernels(shape, "auto", session.num_sms, rows)}
-    impl._buffers = make_buffers(session)
+    impl._kernels = {_HEADS: hopper.choose_kernels(shape, "auto", workbench.num_sms, rows)}
+    impl._buffers = make_buffers(workbench)
     impl.scale = _SCALE
     return _attend(impl, cache.view(-1, _BLOCK, HEAD_DIM), _metadata(selections), scale)
 

@@ -13,26 +13,26 @@ from .. import floor
 from ..candidates import CANDIDATES
 from ..inputs import CACHES, DIMS, Cache, make_cache
 from ..rows import Row
-from ..session import Session
+from ..workbench import Workbench
 from .attention import HEADS, ROWS, checked, launch_all, make_batches, make_buffers
 
 TOKENS = (1, 4, 16, 32, 64, 128, 1024)
 _QUICK_TOKENS = (1, 16)
 
 
-def run(session: Session) -> Iterator[Row]:
+def run(workbench: Workbench) -> Iterator[Row]:
     """Rows of every candidate; the best of each shape as a line for the table."""
-    tokens = _QUICK_TOKENS if session.quick else TOKENS
-    heads_of = HEADS[:1] if session.quick else HEADS
+    tokens = _QUICK_TOKENS if workbench.quick else TOKENS
+    heads_of = HEADS[:1] if workbench.quick else HEADS
     for cache_name, dtype in CACHES.items():
         _compile(dtype)
-        cache = make_cache(cache_name, session.device)
+        cache = make_cache(cache_name, workbench.device)
         for heads in heads_of:
             for rows in ROWS:
                 for number in tokens:
-                    timed = _at_shape(session, cache, cache_name, number, heads, rows)
+                    timed = _at_shape(workbench, cache, cache_name, number, heads, rows)
                     yield from timed
-                    session.remarks += best_choice(timed)
+                    workbench.remarks += best_choice(timed)
         del cache
 
 
@@ -44,17 +44,17 @@ def _compile(dtype: torch.dtype) -> None:
 
 
 def _at_shape(
-    session: Session,
+    workbench: Workbench,
     cache: Cache,
     cache_name: str,
     tokens: int,
     heads: int,
     rows: int,
 ) -> list[Row]:
-    sets = make_batches(session, cache, tokens, heads, rows)
-    buffers = make_buffers(session)
+    sets = make_batches(workbench, cache, tokens, heads, rows)
+    buffers = make_buffers(workbench)
     kernels = {
-        str(t): triton_decode.TritonDecodeKernel(session.num_sms, rows, t) for t in CANDIDATES
+        str(t): triton_decode.TritonDecodeKernel(workbench.num_sms, rows, t) for t in CANDIDATES
     }
     demand = floor.attention(tokens, heads, rows, element_bytes=cache.rows.element_size())
     row = partial(
@@ -63,12 +63,12 @@ def _at_shape(
         f"{tokens:,} tokens, {rows:,} rows, {heads} heads, {cache_name}",
         sizes={"tokens": tokens, "rows": rows, "heads": heads, "cache": cache_name},
     )
-    return session.measure(
+    return workbench.measure(
         row,
         {n: partial(checked, kernel, sets[0], buffers) for n, kernel in kernels.items()},
         {n: partial(launch_all, kernel, sets, buffers) for n, kernel in kernels.items()},
         len(sets),
-        floor_us=session.floor_us(demand),
+        floor_us=workbench.floor_us(demand),
     )
 
 

@@ -18,7 +18,7 @@ REFUSALS = (ValueError, RuntimeError, ImportError, TritonError)
 
 
 @dataclass(slots=True)
-class Session:
+class Workbench:
     """One run of ``bench``.
 
     Attributes:
