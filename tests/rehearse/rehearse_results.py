@@ -33,7 +33,7 @@ def rank(number, given_scores, strict):
         "serve_seconds": 9.96,
         "late_compiles": [],
         "syncs": [],
-        "collectives": [f"all_gather dcp:0 {number}" for number in range(12)],
+        "collectives": [[f"all_gather dcp:0 {number}", [0, 1]] for number in range(12)],
         "before": copy.deepcopy(state),
         "after": copy.deepcopy(state),
         "engine": {

@@ -8,7 +8,7 @@ from rehearse_results import BUFFERS, ONE, SMS, WORKSPACE, good_results, result,
 
 from vllm_dcp_mla.key_splits import partial_bytes
 from vllm_dcp_mla.rehearse.checkpoint import RehearsalModel
-from vllm_dcp_mla.rehearse.judge import judge
+from vllm_dcp_mla.rehearse.judge import _first_difference, judge
 from vllm_dcp_mla.rehearse.schedule import EngineResult
 from vllm_dcp_mla.rehearse.workload import Prompt
 
@@ -73,15 +73,47 @@ def test_a_wait_of_ours_fails_and_one_of_stocks_does_not(results):
 
 
 def test_collectives_in_another_order_fail(results):
-    results[ONE.name].ranks[1]["collectives"][3] = "broadcast"
+    results[ONE.name].ranks[1]["collectives"][3][0] = "broadcast"
     (problem,) = problems(results)
-    assert problem.endswith("from number 4 on: rank 0 all_gather dcp:0 3; rank 1 broadcast.")
+    assert problem == (
+        "the collectives of ranks 0 and 1 differ from number 4 of theirs on: "
+        "rank 0 all_gather dcp:0 3; rank 1 broadcast."
+    )
 
 
 def test_a_rank_that_calls_fewer_collectives_fails(results):
     del results[ONE.name].ranks[0]["collectives"][-1]
     (problem,) = problems(results)
-    assert problem.endswith("number 12 on: rank 0 nothing more; rank 1 all_gather dcp:0 11.")
+    assert problem.endswith(
+        "number 12 of theirs on: rank 0 nothing more; rank 1 all_gather dcp:0 11."
+    )
+
+
+def calls_of(*rows):
+    """Of 4 ranks, TP2 PCP2 DCP4: the query's gather has the rows of the PCP rank."""
+    return [
+        [
+            ["all_reduce tp:0 (8,)", pair],
+            [f"all_gather tp:0 ({rows[rank]},)", pair],
+            ["all_gather dcp:0 (4,)", [0, 1, 2, 3]],
+        ]
+        for rank, pair in enumerate(([0, 1], [0, 1], [2, 3], [2, 3]))
+    ]
+
+
+def test_groups_of_one_name_may_differ_where_no_rank_is_in_both():
+    assert _first_difference(calls_of(5, 5, 3, 3)) is None
+    difference = _first_difference(calls_of(5, 5, 3, 5))
+    assert difference is not None
+    assert "ranks 2 and 3 differ from number 2 of theirs on: rank 2 all_gather tp:0 (3,)" in (
+        difference
+    )
+
+
+def test_the_order_of_two_groups_counts_where_ranks_are_in_both():
+    calls = calls_of(5, 5, 3, 3)
+    calls[1][1:] = calls[1][:0:-1]
+    assert "ranks 0 and 1 differ from number 2" in str(_first_difference(calls))
 
 
 @pytest.mark.parametrize("mode", ["warn", None])

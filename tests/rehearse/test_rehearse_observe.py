@@ -45,7 +45,7 @@ def test_the_innermost_frame_of_ours_or_stocks_is_the_owner(frames, wanted):
 def test_notes_start_over():
     notes = Notes()
     notes.late_compiles.append((OURS, "k"))
-    notes.collectives.append("broadcast")
+    notes.collectives.append(("broadcast", (0, 1)))
     notes.clear()
     assert (notes.late_compiles, notes.syncs, notes.collectives) == ([], [], [])
 
@@ -75,6 +75,8 @@ def stock(monkeypatch):
     for name in observe._GROUP_CALLS:
         monkeypatch.setattr(GroupCoordinator, name, lambda group, x, *a, **k: (x, a, k))
     monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda out, x, *a, **k: (x, a, k))
+    ranks = {"g": [4, 7]}
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", ranks.__getitem__)
     return SimpleNamespace(
         jit=jit_monitor, sync=gpu_sync_debug, group=GroupCoordinator, torch=torch
     )
@@ -190,7 +192,7 @@ def test_implicit_waits_too(stock, notes):
 
 def step_of(stock, rank, extra=False):
     """The collectives of a step, as one of two ranks calls them."""
-    torch, group = stock.torch, SimpleNamespace(unique_name="dcp:0", rank=rank)
+    torch, group = stock.torch, SimpleNamespace(unique_name="dcp:0", ranks=[0, 1])
     x = torch.full((3, 4), float(rank))
     stock.group._all_reduce_out_place(group, x)
     answer = stock.group.all_gather(group, x, 0)
@@ -212,6 +214,7 @@ def test_collectives_are_noted_alike_on_two_ranks(stock, notes, tmp_path):
     assert seen[0] == seen[1]
     assert [len(calls) for calls in seen] == [4, 4, 5]
     assert seen[2][:4] == seen[1]
+    assert [ranks for _, ranks in seen[2]] == [(0, 1), (0, 1), (0, 1), (4, 7), (0, 1)]
     said = (tmp_path / "last").read_text().strip()
     assert said == "5: broadcast dcp:0 (3, 4) torch.float32"
 
@@ -219,7 +222,7 @@ def test_collectives_are_noted_alike_on_two_ranks(stock, notes, tmp_path):
 @pytest.mark.vllm
 def test_another_shape_group_or_order_is_noted(stock, notes):
     torch, seen = stock.torch, set()
-    one, two = (SimpleNamespace(unique_name=name) for name in ("dcp:0", "tp:0"))
+    one, two = (SimpleNamespace(unique_name=name, ranks=[0]) for name in ("dcp:0", "tp:0"))
     small, large = torch.zeros(2), torch.zeros(3)
     for calls in ([(one, small), (two, large)], [(two, large), (one, small)], [(one, large)] * 2):
         notes.clear()

@@ -39,6 +39,7 @@ _GROUPS = "vllm/distributed/parallel_state.py"
 _AUTOTUNE = "vllm/model_executor/warmup/flashinfer_autotune_cache.py"
 _ATTENTION_UTILS = "vllm/v1/attention/backends/utils.py"
 _TRITON = "vllm/model_executor/warmup/jit_warmup_triton_helper.py"
+_DRAFTS = "vllm/v1/worker/gpu/spec_decode/target_dependent_ar"
 
 _CHUNK_ARGS = (
     *("start_idx", "end_idx", "query_start_loc", "query_start_loc_cpu", "uncompressed_seq_lens"),
@@ -129,6 +130,20 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_GROUPS, "get_tp_group", since=33),
     Symbol(_GROUPS, "init_model_parallel_group", ("group_ranks", "group_name"), since=33),
     Symbol(_GROUPS, "GroupCoordinator.device_group", since=33),
+    Symbol(
+        f"{_DRAFTS}/speculator.py",
+        "TargetDependentARSpeculator.init_cudagraph_manager",
+        ("cudagraph_mode",),
+        since=33,
+    ),
+    Symbol(f"{_DRAFTS}/cudagraph_utils.py", "SpeculatorCudaGraphManager", since=33),
+    Symbol(
+        "vllm/v1/worker/gpu/cudagraph_utils.py",
+        "CudaGraphManager.__init__",
+        ("vllm_config", "device", "cudagraph_mode", "decode_query_len"),
+        since=33,
+    ),
+    Symbol("vllm/config/compilation.py", "CUDAGraphMode.NONE", since=33),
     Symbol(_FLASHINFER, "FlashInferMLASparseMetadata"),
     Symbol(_FLASHINFER, "FlashInferMLASparseTRTLLMBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_FLASHINFER, "FlashInferMLASparseMetadataBuilder.__init__", _BUILDER_ARGS),

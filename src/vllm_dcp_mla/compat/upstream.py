@@ -86,6 +86,11 @@ STATUS = (
         "make the group with `sort_ranks=False`, or sort its list",
     ),
     Status(
+        "compat/pcp_drafts.py",
+        "MTP with CUDA graphs under PCP with DCP: a drafter's first pass runs without (vLLM 0.33)",
+        "hand the PCP manager to `SpeculatorCudaGraphManager.capture`, as to the target's",
+    ),
+    Status(
         "backends/flashmla.py",
         "constructor errors of FLASHMLA_SPARSE as reasons of selection",
         "check them in `supports_combination`",

@@ -11,7 +11,9 @@ from vllm.v1.attention.backends.mla.indexer import (
     DeepseekV32IndexerMetadataBuilder,
 )
 
+from ..compat import pcp_drafts
 from ..compat.adapter import load_adapter
+from ..compat.releases import installed_release
 from ..settings import load_settings
 from ..warmup import warm
 from . import scope
@@ -30,6 +32,9 @@ class DcpIndexerBuilder(_Hook, DeepseekV32IndexerMetadataBuilder):
         self.serves_dcp = scope.serves(self.vllm_config)
         if not self.serves_dcp:
             return
+        if installed_release().gathers_here:
+            # The runner has made its drafter by now, and not yet the drafter's graphs.
+            pcp_drafts.install()
         settings = load_settings(self.vllm_config.additional_config)
         topk = self.vllm_config.model_config.hf_text_config.index_topk
         self._max_exchange_rows = max_rows(settings.merge_limit_bytes, topk, self.dcp_world_size)

@@ -165,12 +165,27 @@ def conduct(configuration: Configuration, result: EngineResult) -> Case:
     )
 
 
-def _first_difference(calls: Sequence[Sequence[str]]) -> str | None:
-    """What the ranks called where they first differ, None where they are alike."""
-    for number, made in enumerate(itertools.zip_longest(*calls, fillvalue="nothing more"), 1):
-        if len(set(made)) > 1:
-            said = "; ".join(f"rank {rank} {call}" for rank, call in enumerate(made))
-            return f"the ranks' collectives differ from number {number} on: {said}."
+def _first_difference(calls: Sequence[Sequence[tuple[str, Sequence[int]]]]) -> str | None:
+    """What two ranks called where they first differ, None where no two do.
+
+    Two ranks must agree on the collectives that both take part in. Others are none of theirs: under
+    PCP with DCP above it, TP groups gather the queries of as many rows as their PCP rank has.
+
+    Args:
+        calls: of each rank, the collectives that it called, and the ranks of their groups.
+    """
+    for one, two in itertools.combinations(range(len(calls)), 2):
+        shared = (
+            [call for call, ranks in calls[rank] if peer in ranks]
+            for rank, peer in ((one, two), (two, one))
+        )
+        pairs = itertools.zip_longest(*shared, fillvalue="nothing more")
+        for number, (first, second) in enumerate(pairs, 1):
+            if first != second:
+                return (
+                    f"the collectives of ranks {one} and {two} differ from number {number} of "
+                    f"theirs on: rank {one} {first}; rank {two} {second}."
+                )
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -36,12 +36,13 @@ class Notes:
     Attributes:
         late_compiles: ``[owner, kernel]`` of each compilation.
         syncs: ``[owner, place]`` of each wait of the host for the GPU.
-        collectives: name, group and shape of each that was called, in order.
+        collectives: of each that was called, in order: name, group and shape, and the ranks of the
+            group. Groups of one name have other ranks in other processes.
     """
 
     late_compiles: list[tuple[str, str]] = field(default_factory=list)
     syncs: list[tuple[str, str]] = field(default_factory=list)
-    collectives: list[str] = field(default_factory=list)
+    collectives: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
 
     def clear(self) -> None:
         """Starts over, once everything is warm."""
@@ -129,29 +130,31 @@ def _watch_collectives(notes: Notes, last: _LastCall) -> None:
             _name: str = name,
             **kwargs: Any,
         ) -> Any:
-            _count(notes, last, f"{_name.strip('_')} {group.unique_name} {_shape(x)}")
+            call = f"{_name.strip('_')} {group.unique_name} {_shape(x)}"
+            _count(notes, last, call, group.ranks)
             return _stock(group, x, *args, **kwargs)
 
         setattr(GroupCoordinator, name, counted)
     distributed: Any = torch.distributed
     exchange = distributed.all_to_all_single
 
-    def counted_exchange(out: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        _count(notes, last, f"all_to_all {_shape(x)}")
-        return exchange(out, x, *args, **kwargs)
+    def counted_exchange(out: Any, x: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        _count(notes, last, f"all_to_all {_shape(x)}", distributed.get_process_group_ranks(group))
+        return exchange(out, x, *args, group=group, **kwargs)
 
     distributed.all_to_all_single = counted_exchange
     gather = distributed.all_gather_into_tensor
 
-    def counted_gather(out: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        _count(notes, last, f"all_gather_into_tensor {_shape(out)}")
-        return gather(out, x, *args, **kwargs)
+    def counted_gather(out: Any, x: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        call = f"all_gather_into_tensor {_shape(out)}"
+        _count(notes, last, call, distributed.get_process_group_ranks(group))
+        return gather(out, x, group, *args, **kwargs)
 
     distributed.all_gather_into_tensor = counted_gather
 
 
-def _count(notes: Notes, last: _LastCall, call: str) -> None:
-    notes.collectives.append(call)
+def _count(notes: Notes, last: _LastCall, call: str, ranks: Iterable[int]) -> None:
+    notes.collectives.append((call, tuple(ranks)))
     last.write(f"{len(notes.collectives)}: {call}")
 
 
