@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rehearse_processes import assert_ended, runs
 
 from vllm_dcp_mla.rehearse import launch
 from vllm_dcp_mla.rehearse.engine import EngineSpec, environment
@@ -77,23 +78,6 @@ def assert_nothing_runs(engine):
     for process in engine.processes:
         assert process.returncode is not None
     assert_ended([process.pid for process in engine.processes])
-
-
-def assert_ended(pids, seconds=10):
-    """Gone, or dead and not yet reaped by whoever adopted it."""
-    until = time.monotonic() + seconds
-    left = list(pids)
-    while left and time.monotonic() < until:
-        left = [pid for pid in left if runs(pid)]
-        time.sleep(0.02)
-    assert left == []
-
-
-def runs(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def wait_for(path, seconds=30):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rehearse_processes import assert_ended
 
 from vllm_dcp_mla.rehearse import launch, mps, schedule
 from vllm_dcp_mla.rehearse.engine import EngineSpec
@@ -117,7 +118,9 @@ def interrupt_once(folder, strike):
 
     def wait():
         until = time.monotonic() + 30
-        while len(list(folder.glob("pair/*.child"))) < 2 and time.monotonic() < until:
+        while time.monotonic() < until:
+            if sum(bool(path.read_text()) for path in folder.glob("pair/*.child")) == 2:
+                break
             time.sleep(0.02)
         strike()
 
@@ -133,9 +136,7 @@ def test_an_interrupt_ends_everything(run, tmp_path):
     thread.join()
     children = [int(path.read_text()) for path in tmp_path.glob("pair/*.child")]
     assert len(children) == 2
-    time.sleep(0.1)
-    for child in children:
-        assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+    assert_ended(children)
 
 
 def test_what_goes_wrong_while_watching_ends_everything(run, tmp_path):

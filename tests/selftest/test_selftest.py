@@ -245,6 +245,9 @@ def test_a_planted_fault_is_found(fault, gpu):
     status, answer = run_forked(*flags, "--break", fault)
     assert status == 1
     assert not answer["ok"]
+    if fault == "prefill-lse":  # ranks with different numbers of prefill rows exchange them
+        assert "died with exit status" in answer["problems"][0]
+        return
     # Found by comparing, not because something else went wrong.
     assert not answer.get("problems"), answer
     assert [case for case in answer["cases"] if not case["ok"]]
