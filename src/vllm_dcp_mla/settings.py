@@ -55,6 +55,11 @@ class Settings(BaseModel):
         description="attention kernel: `trtllm_gen` (SM100), `flashmla`, `flash_attn3`, "
         "`triton_decode` (SM90); `reference` is plain torch and runs on any device, slowly",
     )
+    pcp_cached_rows: bool = Field(
+        True,
+        description="PCP with DCP exchanges keys as they are cached, rounded once as without PCP; "
+        "off: bf16, as vLLM does, rounded again in an fp8 cache",
+    )
     metrics: bool = Field(
         False, description="export the plan that took effect as `dcp_mla:*` gauges on `/metrics`"
     )

@@ -218,8 +218,8 @@ def store_goes_early(rank, num_ranks, folder, port):
     group = make_group(rank, [0, 1])
     if rank == 0:
         exchange._LINGER_S = 0
-    else:
-        agreement.leave = lambda *args, **kwargs: time.sleep(1) or exchange.leave(*args, **kwargs)
+    pause = 0.5 if rank == 0 else 1.5  # both have read what was said before the store goes
+    agreement.leave = lambda *args, **kwargs: time.sleep(pause) or exchange.leave(*args, **kwargs)
     return say(group, heads=str(rank))  # and the process ends
 
 

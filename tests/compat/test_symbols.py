@@ -47,6 +47,7 @@ def imported_names(release):
     }
     if not release.gathers_here:
         absent |= {"backends/gather.py", "backends/gather_metadata.py", "compat/dcp_order.py"}
+        absent |= {"backends/cached_rows.py", "kernels/store_rows.py"}
     for top in ENGINE:
         path = PACKAGE / top
         for file in [path] if path.suffix else sorted(path.glob("*.py")):

@@ -75,7 +75,9 @@ def capability():
 def settings():
     rows = []
     for name, field in Settings.model_fields.items():
-        default = f"{field.default:,}" if type(field.default) is int else field.default or "off"
+        default = {True: "on", False: "off"}.get(field.default, field.default)
+        if type(field.default) is int:
+            default = f"{field.default:,}"
         meaning = field.description.replace(" (environment only)", "")
         key = "none" if name in ENV_ONLY else f"`{name}`"
         rows.append((f"`{env_name(name)}`", key, default, meaning))

@@ -25,6 +25,7 @@ from .. import device_buffer
 from ..gather_plan import PAGE_ROWS, GatherPlan
 from ..settings import load_settings
 from .batches import packed
+from .cached_rows import CachedRowsMixin
 from .gather_metadata import GatheredChunk, GatherStep
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _WORD = torch.int64  # rows are moved as words of it
 
 
-class PcpGatherMixin:
+class PcpGatherMixin(CachedRowsMixin):
     """Before an implementation of vLLM, whose own ``_attend`` it calls for prefill rows.
 
     ``_attend(q, kv_cache, topk, counts, layer, block_size, *, out, with_lse) -> (out, lse)``.
@@ -58,9 +59,12 @@ class PcpGatherMixin:
         self._cache_dtype = (
             torch.float8_e4m3fn if is_quantized_kv_cache(self.kv_cache_dtype) else torch.bfloat16
         )
+        settings, device = load_settings(config.additional_config), device_buffer.kernel_device()
+        if settings.pcp_cached_rows:
+            self._exchange_cached_rows(config, device)
         self._workspace, self.gather_plan = device_buffer.acquire_gather(
-            device_buffer.kernel_device(),
-            limit_bytes=load_settings(config.additional_config).gather_limit_bytes,
+            device,
+            limit_bytes=settings.gather_limit_bytes,
             row_bytes=self.head_size * self._cache_dtype.itemsize,
             dcp=dcp,
             interleave=parallel.cp_kv_cache_interleave_size,

@@ -40,6 +40,7 @@ _AUTOTUNE = "vllm/model_executor/warmup/flashinfer_autotune_cache.py"
 _ATTENTION_UTILS = "vllm/v1/attention/backends/utils.py"
 _TRITON = "vllm/model_executor/warmup/jit_warmup_triton_helper.py"
 _DRAFTS = "vllm/v1/worker/gpu/spec_decode/target_dependent_ar"
+_DSA_MODEL = "vllm/models/deepseek_v32"
 
 _CHUNK_ARGS = (
     *("start_idx", "end_idx", "query_start_loc", "query_start_loc_cpu", "uncompressed_seq_lens"),
@@ -128,6 +129,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_BACKEND, "CommonAttentionMetadata.dcp_local_seq_lens_cpu_upper_bound", since=33),
     Symbol(_BACKEND, "CommonAttentionMetadata.req_idx", since=33),
     Symbol(_GROUPS, "get_tp_group", since=33),
+    Symbol(_GROUPS, "get_pcp_group", since=33),
     Symbol(_GROUPS, "init_model_parallel_group", ("group_ranks", "group_name"), since=33),
     Symbol(_GROUPS, "GroupCoordinator.device_group", since=33),
     Symbol(
@@ -144,6 +146,29 @@ SYMBOLS: tuple[Symbol, ...] = (
         since=33,
     ),
     Symbol("vllm/config/compilation.py", "CUDAGraphMode.NONE", since=33),
+    Symbol("vllm/forward_context.py", "get_forward_context", since=33),
+    Symbol(f"{_DSA_MODEL}/attention.py", "DeepseekV32Attention.forward", since=33),
+    Symbol(
+        f"{_DSA_MODEL}/common/kernels.py",
+        "fused_norm_rope",
+        (
+            *("slot_mapping", "indexer_slot_mapping", "indexer_k_cache", "mla_kv_cache"),
+            *("mla_k_scale", "kv_c_out", "k_pe_out", "index_k_out"),
+        ),
+        since=33,
+    ),
+    Symbol(
+        "vllm/model_executor/layers/sparse_attn_indexer.py",
+        "sparse_attn_indexer",
+        ("k_cache_prefix", "skip_k_cache_insert", "pcp_shard_decode_requests"),
+        since=33,
+    ),
+    Symbol(
+        "vllm/v1/attention/ops/pcp.py",
+        "maybe_gather_indexer_k",
+        ("num_decode_tokens", "use_pcp", "pcp_shard_decode_requests"),
+        since=33,
+    ),
     Symbol(_FLASHINFER, "FlashInferMLASparseMetadata"),
     Symbol(_FLASHINFER, "FlashInferMLASparseTRTLLMBackend.supports_combination", _COMBINATION_ARGS),
     Symbol(_FLASHINFER, "FlashInferMLASparseMetadataBuilder.__init__", _BUILDER_ARGS),

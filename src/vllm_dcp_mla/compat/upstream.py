@@ -81,6 +81,11 @@ STATUS = (
         "ranks' keys for prefill rows",
     ),
     Status(
+        "backends/cached_rows.py",
+        "under PCP with DCP, keys exchanged as they are cached, not rounded twice (vLLM 0.33)",
+        "exchange what the cache holds, or float32, in `DeepseekV32Attention`",
+    ),
+    Status(
         "compat/dcp_order.py",
         "ranks numbered as their exchange goes where DCP spans TP and PCP (vLLM 0.33)",
         "make the group with `sort_ranks=False`, or sort its list",
