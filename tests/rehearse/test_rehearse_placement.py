@@ -8,17 +8,18 @@ from vllm_dcp_mla.rehearse.placement import Placement, visible
 @settings(max_examples=60)
 @given(st.data())
 def test_capacity_is_never_exceeded_and_comes_back(data):
-    gpus, share = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 8))
-    capacity = data.draw(st.integers(share, 16))
-    placement, held, load = Placement(gpus, share, capacity), [], [0] * gpus
+    gpus, most = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 8))
+    capacity, packed = data.draw(st.integers(most, 16)), data.draw(st.booleans())
+    placement, held, load = Placement(gpus, most if packed else None, capacity), [], [0] * gpus
     for _ in range(data.draw(st.integers(1, 25))):
         if held and data.draw(st.booleans()):
             chosen, ranks = held.pop(data.draw(st.integers(0, len(held) - 1)))
             placement.give_back(chosen, ranks)
             for rank in range(ranks):
-                load[chosen[rank // share]] -= 1
+                load[chosen[rank // placement.share(ranks)]] -= 1
         else:
-            ranks = data.draw(st.integers(1, gpus * share))
+            ranks = data.draw(st.integers(1, gpus * most))
+            share = placement.share(ranks)
             chosen = placement.take(ranks)
             if chosen is None:
                 assert held, "an engine that fits an empty machine gets room there"
@@ -31,7 +32,7 @@ def test_capacity_is_never_exceeded_and_comes_back(data):
         assert max(load) <= capacity
     for chosen, ranks in held:
         placement.give_back(chosen, ranks)
-    assert placement.take(gpus * share) == tuple(range(gpus))
+    assert placement.take(gpus * most) == tuple(range(gpus))
 
 
 def test_an_engine_goes_where_least_runs():
@@ -40,6 +41,16 @@ def test_an_engine_goes_where_least_runs():
     assert placement.take(1) == (1,)
     assert placement.take(2) == (2,)
     assert placement.take(2) == (1,)
+
+
+def test_ranks_get_a_gpu_each_where_they_can():
+    placement = Placement(2, None, 4)
+    assert (placement.share(4), placement.take(4)) == (2, (0, 1))
+    assert (placement.share(2), placement.take(2)) == (1, (0, 1))
+    assert placement.take(1) == (0,)
+    assert placement.take(2) is None
+    placement.give_back((0, 1), 2)
+    assert placement.take(2) == (0, 1)
 
 
 def test_no_room_takes_nothing():

@@ -202,12 +202,12 @@ def service(monkeypatch):
 
 def test_a_gpu_each_runs_one_engine_at_a_time(service):
     service(True, 64)
-    assert schedule.place(machine(10, 10), 2, 1, quiet=False) == Placement(2, 1, 1)
+    assert schedule.place(machine(10, 10), 2, 1, packed=False, quiet=False) == Placement(2, 1, 1)
 
 
 def test_ranks_that_take_turns_are_of_one_engine(service):
     service(False, 64)
-    assert schedule.place(machine(140), 2, 4, quiet=False) == Placement(1, 4, 2)
+    assert schedule.place(machine(140), 2, 4, packed=True, quiet=False) == Placement(1, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -215,19 +215,19 @@ def test_ranks_that_take_turns_are_of_one_engine(service):
 )
 def test_with_a_service_memory_and_cores_bound_the_engines(service, free, cores, room):
     service(True, cores)
-    assert schedule.place(machine(free), 2, 2, quiet=False).capacity == room
+    assert schedule.place(machine(free), 2, 2, packed=False, quiet=False).capacity == room
 
 
 def test_nothing_runs_beside_an_engine_that_watches_its_memory(service):
     """A GPU's free memory is everybody's."""
     service(True, 64)
-    assert schedule.place(machine(140), 2, 2, quiet=True).capacity == 2
+    assert schedule.place(machine(140), 2, 2, packed=False, quiet=True).capacity == 2
 
 
 def test_too_little_memory_is_said(service):
     service(True, 64)
     with pytest.raises(MachineError) as caught:
-        schedule.place(machine(140, 20), 4, 2, quiet=True)
+        schedule.place(machine(140, 20), 4, 2, packed=False, quiet=True)
     assert str(caught.value) == (
         "a GPU has 20.0 GiB free, and 2 ranks on it need 24; end what else uses it, or rehearse "
         "fewer ranks."

@@ -15,23 +15,25 @@ class Placement:
 
     Attributes:
         gpus: how many there are.
-        ranks_per_gpu: of one engine; 1 gives each rank a GPU for itself.
+        ranks_per_gpu: of one engine; None for as few as its ranks need.
         capacity: ranks that a GPU takes at a time, of all engines.
     """
 
     gpus: int
-    ranks_per_gpu: int
+    ranks_per_gpu: int | None
     capacity: int
     _load: dict[int, int] = field(default_factory=dict)
+
+    def share(self, ranks: int) -> int:
+        """Ranks of an engine of so many that run on each of its GPUs."""
+        return self.ranks_per_gpu or -(-ranks // self.gpus)
 
     def take(self, ranks: int) -> tuple[int, ...] | None:
         """GPUs for an engine, the least loaded ones; None while there is no room.
 
-        Rank r runs on entry ``r // ranks_per_gpu``.
+        Rank r runs on entry ``r // share(ranks)``.
         """
-        parts = [
-            min(self.ranks_per_gpu, ranks - first) for first in range(0, ranks, self.ranks_per_gpu)
-        ]
+        parts = self._parts(ranks)
         order = sorted(range(self.gpus), key=lambda gpu: self._load.get(gpu, 0))
         chosen = tuple(sorted(order[: len(parts)]))
         if len(chosen) < len(parts):
@@ -44,8 +46,12 @@ class Placement:
 
     def give_back(self, chosen: tuple[int, ...], ranks: int) -> None:
         """Takes an engine's ranks off its GPUs."""
-        for index, gpu in enumerate(chosen):
-            self._load[gpu] -= min(self.ranks_per_gpu, ranks - index * self.ranks_per_gpu)
+        for gpu, part in zip(chosen, self._parts(ranks), strict=True):
+            self._load[gpu] -= part
+
+    def _parts(self, ranks: int) -> list[int]:
+        share = self.share(ranks)
+        return [min(share, ranks - first) for first in range(0, ranks, share)]
 
 
 def visible(chosen: tuple[int, ...], environ: Mapping[str, str] | None = None) -> dict[str, str]:

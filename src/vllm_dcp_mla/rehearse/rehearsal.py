@@ -78,7 +78,13 @@ def rehearse(
     engines = list(configurations) if options.fault else with_baselines(configurations)
     largest = max(engine.world for engine in engines)
     share = ranks_per_gpu(machine, largest, options.ranks_per_gpu)
-    placement = schedule.place(machine, largest, share, quiet=options.soak_seconds is not None)
+    placement = schedule.place(
+        machine,
+        largest,
+        share,
+        packed=options.ranks_per_gpu is not None,
+        quiet=options.soak_seconds is not None,
+    )
     folder = _private_folder()
     keep = False
     try:

@@ -35,13 +35,16 @@ class EngineResult:
     failure: str | None = None
 
 
-def place(machine: Machine, largest: int, ranks_per_gpu: int, *, quiet: bool) -> Placement:
+def place(
+    machine: Machine, largest: int, ranks_per_gpu: int, *, packed: bool, quiet: bool
+) -> Placement:
     """Room for engines of up to ``largest`` ranks, several at a time where ranks share GPUs.
 
     Args:
         machine: this machine.
         largest: ranks of the largest engine.
-        ranks_per_gpu: of one engine.
+        ranks_per_gpu: of the largest engine.
+        packed: all engines have so many, even where their ranks could have a GPU each.
         quiet: nothing runs beside the largest engine, which watches its GPU's memory.
 
     Raises:
@@ -63,7 +66,7 @@ def place(machine: Machine, largest: int, ranks_per_gpu: int, *, quiet: bool) ->
     ):  # else every further process makes all others wait for their turn
         cores = (os.cpu_count() or 1) // _CORES_PER_RANK // len(machine.gpus)
         room = max(share, min(fits, cores))
-    return Placement(len(machine.gpus), ranks_per_gpu, room)
+    return Placement(len(machine.gpus), ranks_per_gpu if packed else None, room)
 
 
 def run(
@@ -106,7 +109,7 @@ def run(
                     fault if spec.dcp > 1 else None,
                 )
                 running[spec.name] = engine, gpus
-                engine.start(requests, gpus, placement.ranks_per_gpu)
+                engine.start(requests, gpus, placement.share(spec.world))
             for name, (engine, gpus) in list(running.items()):
                 if (result := _poll(engine)) is not None:
                     warm = True
