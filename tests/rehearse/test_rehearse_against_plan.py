@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from rehearse_results import held, rank
 
+from vllm_dcp_mla.key_splits import partial_bytes
 from vllm_dcp_mla.planner.lines import Counted
 from vllm_dcp_mla.rehearse import against_plan
 from vllm_dcp_mla.rehearse.against_plan import (
@@ -214,6 +215,7 @@ def test_hopper_s_class_has_its_workspace(spec):
     assert found.problems == ()
     by_key = {x.key: x for x in found.lines}
     assert by_key["partials"].judged == "bytes"
+    assert by_key["partials"].planned == partial_bytes(512, GPUS["h200"].sms)
     assert not {"slab", "scratch"} & set(by_key)
 
 
@@ -222,6 +224,22 @@ def test_pcp_gathers_in_a_workspace_of_its_own(spec):
     found = compare(both, ranks_of(both))
     assert found.problems == ()
     assert {x.key for x in found.lines if x.judged == "bytes"} == HELD | {"pcp_gather"}
+    (planned,) = (x.planned for x in found.lines if x.key == "pcp_gather")
+    assert planned == 64 * 576 * 2 * (12352 // 64 * 8), "8 requests, each of whole pages"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "size"),
+    [
+        ("VLLM_DCP_MLA_SLAB_LIMIT_BYTES", "135266304", 548_405_248),
+        ("VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE", "104857600", 104_857_600),
+        ("VLLM_DCP_MLA_GATHER_LIMIT_BYTES", "1", 951_058_432),
+    ],
+)
+def test_a_workspace_has_the_size_that_was_set(spec, monkeypatch, name, value, size):
+    monkeypatch.setenv(name, value)
+    lines = {x.key: x.bytes for x in against_plan.plan_of(spec, GPUS["h200"], 64).lines}
+    assert lines["slab"] + lines["scratch"] == size
 
 
 def test_what_cannot_be_planned_is_said(spec):

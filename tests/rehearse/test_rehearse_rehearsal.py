@@ -45,8 +45,8 @@ class Stage:
         (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         self.written.append((model, index_topk))
         return RehearsalModel(
-            *(Path(model).name, folder, "GlmMoeDsaForCausalLM", 3, (2,), 64),
-            *(index_topk or 2048, 2048, 16384, 576, 512, 128),
+            *(Path(model).name, folder, "GlmMoeDsaForCausalLM", 3, (2,)),
+            *(index_topk or 2048, 2048, 16384, 576, 128),
         )
 
     def outside(self, model, prompts):
@@ -107,7 +107,7 @@ def test_a_good_run_leaves_no_folder(stage, tmp_path):
     outcome = outcome_of()
     assert outcome.ok
     assert [case.name.removeprefix(ONE.name) for case in outcome.cases] == [
-        *(": runs", ": workspace", ": to 512 tokens", ": to 1536 tokens", ": to 3072 tokens"),
+        *(": runs", ": to 512 tokens", ": to 1536 tokens", ": to 3072 tokens"),
         ": memory against plan",
     ]
     assert list(stage.specs) == [ONE.baseline(1).name, ONE.baseline(2).name, ONE.name]
@@ -245,10 +245,10 @@ def test_the_table_names_the_machine_and_each_case(stage):
     assert "H200; torch 2.12, vllm None" in text
     for case in outcome.cases:
         assert case.name in text
-    assert text.count("good") == 6 + 1
+    assert text.count("good") == 5 + 1
     assert "WRONG" not in text
     assert f"{ONE.name} ran vllm_dcp_mla.backends.trtllm.Impl (reference)." in text
-    assert "6 of 6 cases are good, in " in text
+    assert "5 of 5 cases are good, in " in text
     assert f"{ONE.name}: memory against plan: compared to the byte: " in text
 
 

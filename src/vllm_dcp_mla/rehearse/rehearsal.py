@@ -231,7 +231,6 @@ def _cases(
                 configuration,
                 results,
                 asked[model],
-                models[model],
                 recalls.get(configuration.name),
             )
             cases += judge_memory(configuration, results[configuration.name])
