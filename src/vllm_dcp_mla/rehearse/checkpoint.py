@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ..models import BUILT_IN
-from .config import MAX_MODEL_LEN, followers, small_config
+from .config import MAX_MODEL_LEN, Scores, followers, small_config
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -59,7 +58,7 @@ def write_checkpoint(
     index_topk: int | None = None,
     max_model_len: int = MAX_MODEL_LEN,
     seed: int = 0,
-    scores: Literal["normal", "heavy"] = "normal",
+    scores: Scores = "normal",
 ) -> RehearsalModel:
     """Writes ``config.json`` and ``model.safetensors`` into a folder.
 

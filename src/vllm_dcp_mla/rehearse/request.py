@@ -17,7 +17,7 @@ from ..planner.request import (
     read_request,
 )
 from ..simulate.gpus import Gpu
-from .config import INDEX_TOPK, MAX_MODEL_LEN, small_config
+from .config import INDEX_TOPK, MAX_MODEL_LEN, SCORES, Scores, small_config
 from .configuration import COVER, Configuration, cover
 from .engine import GRAPHS, Graphs
 from .faults import FAULTS
@@ -37,6 +37,7 @@ class RawRehearsal:
     mtp: str
     graphs: str
     index_topk: str
+    scores: str
     ranks_per_gpu: str
     time_limit: str
     long_prompt: str
@@ -158,6 +159,7 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
     for flag, name, known in (
         ("--graphs", more.graphs, GRAPHS),
         ("--index-topk", more.index_topk, ("", *map(str, INDEX_TOPK))),
+        ("--scores", more.scores, SCORES),
         ("--break", more.fault, ("", *FAULTS)),
     ):
         if name not in known:
@@ -195,6 +197,7 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
             ranks_per_gpu=share,
             engine_seconds=seconds,
             fault=FAULTS[more.fault] if more.fault else None,
+            scores=cast(Scores, more.scores),
             long_tokens=long_tokens,
             soak_seconds=60 * minutes or None,
         ),
