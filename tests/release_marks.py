@@ -19,6 +19,10 @@ gathers_here = since(33, "PCP with DCP refused here: its gather was tried with 0
 interleaves = since(30, "no interleave above 1")
 takes_new_names = since(32, "no new backend names")
 
+#: Stock's trtllm-gen workspace grows with DCP; its indexer's decode build makes no tensor of the
+#: rank. No code of the package depends on either.
+SIZES_WORKSPACE = KEEPS_RANK_ON_DEVICE = RELEASE.minor >= 30
+
 #: FLASHINFER_MLA_SPARSE's builder promises FULL graphs of decodes of any lengths, and so does ours.
 ANY_BATCH_GRAPHS = RELEASE.minor < 32
 
