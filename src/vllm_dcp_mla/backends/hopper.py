@@ -28,7 +28,7 @@ from ..kernels import load_kernel, triton_decode
 from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
 from ..kernels.split import clear_empty_rows
 from ..key_splits import most_split_tokens, tilings_of
-from ..settings import load_settings
+from ..settings import KernelChoice, KernelName, load_settings
 from ..warmup import warm
 from .batches import packed, sparse_batch
 from .implementation import DcpImplMixin
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dcp_mla.hopper")
 
 #: Kernels for steps that fill the GPU without splitting keys, best first.
-_FULL_STEPS = ("flashmla", "flash_attn3")
+_FULL_STEPS: tuple[KernelName, ...] = ("flashmla", "flash_attn3")
 
 
 class DcpFlashAttnMLASparseImpl(
@@ -176,7 +176,7 @@ class Kernels:
         return self.small if tokens <= self.small_tokens else self.full
 
 
-def choose_kernels(shape: LaunchShape, forced: str, num_sms: int, rows: int) -> Kernels:
+def choose_kernels(shape: LaunchShape, forced: KernelChoice, num_sms: int, rows: int) -> Kernels:
     """The kernels of launches of a shape.
 
     Args:

@@ -16,6 +16,7 @@ from ..planner.request import (
     RequestError,
     read_request,
 )
+from ..settings import KernelChoice
 from ..simulate.gpus import Gpu
 from .config import INDEX_TOPK, MAX_MODEL_LEN, SCORES, Scores, small_config
 from .configuration import COVER, Configuration, cover
@@ -64,7 +65,7 @@ class Rehearsal:
     cover: bool
     options: Options
 
-    def configurations(self, machine: Machine, kernel: str) -> list[Configuration]:
+    def configurations(self, machine: Machine, kernel: KernelChoice) -> list[Configuration]:
         """What to rehearse on a machine: with short prompts in sparse attention, and as vLLM would.
 
         Args:
@@ -100,7 +101,7 @@ class Rehearsal:
 
 
 def _served(
-    request: Request, mtp: int, graphs: Graphs, gpu: LocalGpu, kernel: str
+    request: Request, mtp: int, graphs: Graphs, gpu: LocalGpu, kernel: KernelChoice
 ) -> Configuration:
     """What a request is on a GPU, with vLLM's defaults for what it leaves out.
 
