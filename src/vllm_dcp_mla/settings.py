@@ -58,7 +58,10 @@ class Settings(BaseModel):
         "`triton_decode` (SM90); `reference` is plain torch and runs on any device, slowly",
     )
     metrics: bool = Field(
-        False, description="export the plan that took effect as `dcp_mla:*` gauges on `/metrics`"
+        False,
+        description="export the plan that took effect as `dcp_mla:*` gauges on `/metrics`; on, "
+        "off or disabled, vLLM gathers its statistics where this package is installed, even under "
+        "`--disable-log-stats`",
     )
     disable: bool = Field(False, description="leave vLLM untouched")
     allow_untested: bool = Field(
