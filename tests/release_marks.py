@@ -14,10 +14,20 @@ def since(minor, reason):
 
 has_flash_attn_4 = since(33, "no FLASH_ATTN_MLA_SPARSE_FA4")
 serves_hopper = since(33, "Hopper left to stock: no kernel call to replace there")
-gathers_pcp_with_dcp = since(30, "PCP with DCP refused: stock gathers no KV")
-gathers_here = since(33, "PCP with DCP refused here: its gather was tried with 0.33 only")
+_NO_GATHER = "PCP with DCP refused: stock gathers no KV"
+gathers_pcp_with_dcp = since(30, _NO_GATHER)
+gathers_here = since(
+    33,
+    "PCP with DCP refused here: its gather was tried with 0.33 only"
+    if RELEASE.gathers_pcp_with_dcp
+    else _NO_GATHER,
+)
 interleaves = since(30, "no interleave above 1")
 takes_new_names = since(32, "no new backend names")
+
+#: Stock's trtllm-gen workspace grows with DCP; its indexer's decode build makes no tensor of the
+#: rank. No code of the package depends on either.
+SIZES_WORKSPACE = KEEPS_RANK_ON_DEVICE = RELEASE.minor >= 30
 
 #: FLASHINFER_MLA_SPARSE's builder promises FULL graphs of decodes of any lengths, and so does ours.
 ANY_BATCH_GRAPHS = RELEASE.minor < 32

@@ -2,6 +2,7 @@
 
 import logging
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -119,6 +120,34 @@ def test_stock_vllm_finds_the_logger(stats):
     from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
 
     assert stats.DcpMlaStatLogger in load_stat_logger_plugin_factories()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_statistics_stay_on_where_it_is_installed_as_the_setting_says(
+    cpu_vllm, monkeypatch, installed
+):
+    """Under ``--disable-log-stats``. Once vLLM leaves them off, so may the sentence."""
+    from vllm.v1.engine import async_llm
+
+    from vllm_dcp_mla.settings import Settings
+
+    class EnoughError(Exception):
+        """Behind what is looked at."""
+
+    def stop(config):
+        raise EnoughError
+
+    monkeypatch.setattr(async_llm, "renderer_from_config", stop)
+    monkeypatch.setattr(async_llm, "configure_logging_if_needed", lambda _: None, raising=False)
+    if not installed:
+        monkeypatch.setattr(async_llm, "load_stat_logger_plugin_factories", list)
+    engine = async_llm.AsyncLLM.__new__(async_llm.AsyncLLM)
+    with pytest.raises(EnoughError):
+        engine.__init__(
+            MagicMock(**{"observability_config.otlp_traces_endpoint": None}), None, False
+        )
+    assert engine.log_stats is installed
+    assert "`--disable-log-stats`" in Settings.model_fields["metrics"].description
 
 
 def test_stocks_manager_takes_it(stats, lines):

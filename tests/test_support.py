@@ -1,10 +1,16 @@
 """What is recorded of a run, and how it is compared with what is committed."""
 
 import json
+import runpy
 from types import SimpleNamespace
 
+import pytest
+
+import release_marks
 import support
 from release_marks import RELEASE
+from vllm_dcp_mla.compat import releases
+from vllm_dcp_mla.compat.releases import RELEASES
 
 
 def report(nodeid, outcome, reason=""):
@@ -33,6 +39,21 @@ def test_a_run_is_recorded_by_suite(tmp_path, monkeypatch):
     (outcome,) = json.loads((tmp_path / "deep" / "outcome.json").read_text()).values()
     assert (outcome["unit"], outcome["selftest"], outcome["selection"]) == (False, True, None)
     assert outcome["lacks"] == ["no such thing"]
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.series)
+def test_marks_say_one_thing_of_pcp_and_what_is_committed(monkeypatch, release):
+    monkeypatch.setattr(releases, "installed_version", lambda name: f"{release.series}.0")
+    marks = [
+        value.mark
+        for value in runpy.run_path(release_marks.__file__).values()
+        if isinstance(value, pytest.MarkDecorator)
+    ]
+    prefix = f"vLLM {release.series}: "
+    said = {m.kwargs["reason"].removeprefix(prefix) for m in marks if m.args[0]}
+    lacks = support.load()[f"{release.series}.0"]["lacks"]
+    assert said <= set(lacks)
+    assert sum(text.startswith("PCP with DCP") for text in lacks) == (release.minor < 33)
 
 
 def test_another_outcome_than_the_committed_one_fails(tmp_path, monkeypatch, capsys):

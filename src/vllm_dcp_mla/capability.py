@@ -13,6 +13,7 @@ from . import capability_rules as rules
 from .capability_rules import BF16, DS_MLA, FP8, KvCacheFormat, arch_name
 from .compat.refusals import release_refusals
 from .compat.releases import NEWEST, Release
+from .settings import KernelChoice, KernelName
 from .topology import check_topology, divisors, gathered_heads, valid_dcp_sizes
 
 FLASHINFER = "FLASHINFER_MLA_SPARSE"
@@ -75,7 +76,7 @@ class Deployment:
     comm: str
     dims: ModelDims
     libraries: Libraries
-    kernel: str = "auto"
+    kernel: KernelChoice = "auto"
     interleave: int = 1
 
     @property
@@ -118,7 +119,7 @@ class BackendRow:
     formats: dict[str, KvCacheFormat]
     library: rules.Library
     rules: rules.Rules
-    kernels: tuple[str, ...] = ()
+    kernels: tuple[KernelName, ...] = ()
 
     @property
     def ours(self) -> bool:

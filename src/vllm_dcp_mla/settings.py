@@ -24,7 +24,9 @@ WORKSPACE_ENV = "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"
 #: Read before vLLM's configuration exists, so only the environment can hold them.
 ENV_ONLY = frozenset({"allow_untested"})
 
-KernelName = Literal["auto", "trtllm_gen", "flashmla", "flash_attn3", "triton_decode", "reference"]
+#: The attention kernels: modules of :mod:`.kernels`, whose classes bear these names.
+KernelName = Literal["trtllm_gen", "flashmla", "flash_attn3", "triton_decode", "reference"]
+KernelChoice = Literal["auto", KernelName]
 
 
 class SettingsError(ValueError):
@@ -50,7 +52,7 @@ class Settings(BaseModel):
         DEFAULT_MERGE_LIMIT_BYTES,
         description="most bytes in which the ranks exchange top-k candidates of a prefill chunk",
     )
-    kernel: KernelName = Field(
+    kernel: KernelChoice = Field(
         "auto",
         description="attention kernel: `trtllm_gen` (SM100), `flashmla`, `flash_attn3`, "
         "`triton_decode` (SM90); `reference` is plain torch and runs on any device, slowly",
@@ -61,7 +63,10 @@ class Settings(BaseModel):
         "off: bf16, as vLLM does, rounded again in an fp8 cache",
     )
     metrics: bool = Field(
-        False, description="export the plan that took effect as `dcp_mla:*` gauges on `/metrics`"
+        False,
+        description="export the plan that took effect as `dcp_mla:*` gauges on `/metrics`; on, "
+        "off or disabled, vLLM gathers its statistics where this package is installed, even under "
+        "`--disable-log-stats`",
     )
     disable: bool = Field(False, description="leave vLLM untouched")
     allow_untested: bool = Field(

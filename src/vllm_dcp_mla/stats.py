@@ -1,8 +1,10 @@
 """A ``vllm.stat_logger_plugins`` entry point: the plan that took effect, once, and as gauges.
 
 vLLM makes one for each engine in the API server's process, where it serves. The line is logged for
-DSA models under DCP alone; gauges are off unless the setting ``metrics`` is on. Nothing happens per
-step.
+DSA models under DCP alone; gauges are off unless the setting ``metrics`` is on. Nothing of ours
+happens per step, but vLLM (``AsyncLLM``) gathers its statistics wherever a stat logger is
+installed, whatever ``--disable-log-stats`` says: it asks for loggers before it has one, by class,
+so that none can decline.
 """
 
 from __future__ import annotations

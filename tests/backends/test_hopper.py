@@ -265,14 +265,6 @@ def test_decodes_of_several_tokens_stay_decodes():
     assert thresholds == [1, 256]
 
 
-@pytest.mark.parametrize(
-    ("drafts", "support"), [(None, "UNIFORM_BATCH"), (object(), "UNIFORM_SINGLE_TOKEN_DECODE")]
-)
-def test_full_graphs_without_mtp_only(drafts, support):
-    config = SimpleNamespace(speculative_config=drafts)
-    assert backend().get_builder_cls().get_cudagraph_support(config, None).name == support
-
-
 def test_what_vllm_reads_off_the_class():
     impl = backend().get_impl_cls()
     assert impl.supports_mtp_with_cp_non_trivial_interleave_size

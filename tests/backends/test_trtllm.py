@@ -18,7 +18,7 @@ from backend_engine import (  # noqa: E402
 )
 from kernel_call import call_kernel  # noqa: E402
 
-from release_marks import RELEASE, has_flash_attn_4  # noqa: E402
+from release_marks import SIZES_WORKSPACE, has_flash_attn_4  # noqa: E402
 from vllm_dcp_mla import device_buffer  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm", "no_buffers")]
@@ -214,7 +214,7 @@ def test_builders_allocate_no_slab_and_keep_stocks_properties():
                 cls.get_cudagraph_support(config, spec),
                 getattr(cls, "get_varlen_cudagraph_max_query_len", lambda *_: None)(config, spec),
             )
-            assert bool(asked) is (name == "stock" and RELEASE.sizes_workspace)
+            assert bool(asked) is (name == "stock" and SIZES_WORKSPACE)
     assert len(set(made.values())) == 1, made
 
 

@@ -11,6 +11,7 @@ from vllm_dcp_mla.cli import rehearse as module
 from vllm_dcp_mla.cli.main import main
 from vllm_dcp_mla.models import load_config
 from vllm_dcp_mla.rehearse import rehearsal
+from vllm_dcp_mla.rehearse.config import SCORES
 from vllm_dcp_mla.rehearse.judge import Case
 from vllm_dcp_mla.rehearse.machine import LocalGpu, Machine, MachineError
 from vllm_dcp_mla.rehearse.rehearsal import Outcome
@@ -65,6 +66,7 @@ def rehearse_json(capsys, *flags):
 
 def test_a_good_rehearsal(capsys, ran):
     status, report = rehearse_json(capsys, "--tp", "4", "--dcp", "2", "--comm", "a2a")
+    assert report["scores"] == "normal"
     assert status == 0
     (case,) = report["cases"]
     assert set(case) >= {
@@ -76,6 +78,13 @@ def test_a_good_rehearsal(capsys, ran):
         (4, 2, "a2a", False),
     ]
     assert options.engine_seconds == 600
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_scores_arrive(ran, scores):
+    assert main(["rehearse", "--scores", scores]) == 0
+    ((_, options),) = ran
+    assert options.scores == scores
 
 
 def test_a_bad_case_is_status_1(capsys, ran):
@@ -103,6 +112,7 @@ BAD_FLAGS = [
     ("--soak", "-1"),
     ("--break", "everything"),
     ("--index-topk", "7"),
+    ("--scores", "flat"),
     ("--ranks-per-gpu", "0"),
     ("--time-limit", "1"),
     ("--comm", "smoke"),

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from backend_engine import engine, make_impl  # noqa: E402
 from indexer_batches import HostReads, builder, common_metadata, on_device  # noqa: E402
 
-from release_marks import RELEASE  # noqa: E402
+from release_marks import KEEPS_RANK_ON_DEVICE, RELEASE, SIZES_WORKSPACE  # noqa: E402
 from vllm_dcp_mla import softmax_stats_bytes  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("cpu_vllm", "no_buffers")]
@@ -50,7 +50,7 @@ def test_softmax_statistics_of_a_long_prompt_fit_the_workspace():
     needed = softmax_stats_bytes(HEADS, TOKENS)
     assert needed == 1_611_661_312
     with engine(max_tokens=STEP) as config:
-        assert (stock_workspace_bytes(config) >= needed) is RELEASE.sizes_workspace
+        assert (stock_workspace_bytes(config) >= needed) is SIZES_WORKSPACE
         impl = make_impl(DcpFlashInferMLASparseBackend, config)
     plan = impl._plans[HEADS]
     for launch in plan.launches(TOKENS):
@@ -109,7 +109,7 @@ def test_a_decode_build_makes_no_tensor_of_the_rank(ours, mtp):
     with builder(ours=ours, rank=2, dcp=8, mtp=mtp) as made:
         common = common_metadata(lengths, [1 + mtp] * 3, 3, 2, 8)
         wanted = made.build(0, common).decode.seq_lens.clone()
-        good = ours or RELEASE.keeps_rank_on_device
+        good = ours or KEEPS_RANK_ON_DEVICE
         with no_new_tensors(), contextlib.nullcontext() if good else pytest.raises(AssertionError):
             for _ in range(2):
                 decode = made.build(0, common).decode

@@ -16,7 +16,6 @@ ONE = Configuration("glm-5.2", 2, 1, 2, "bfloat16", "ag_rs", 0, "none", "referen
 #: At 64 heads and 8192 tokens.
 WORKSPACE = plan_workspace(64, 8192).total_bytes
 BUFFERS = [["workspace", 4096, WORKSPACE], ["counters", 8192, 64]]
-SMS = 132
 
 
 def scores(noise, seed, prompts=64):
@@ -39,7 +38,6 @@ def rank(number, given_scores, strict):
         "engine": {
             "impls": ["vllm_dcp_mla.backends.trtllm.Impl"],
             "kernels": ["reference"],
-            "sms": SMS,
             "model_bytes": 1,
             "kv_blocks": 10,
             "kv_block_tokens": 64,

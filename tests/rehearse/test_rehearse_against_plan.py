@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from rehearse_results import held, rank
 
+from vllm_dcp_mla.key_splits import partial_bytes
 from vllm_dcp_mla.planner.lines import Counted
 from vllm_dcp_mla.rehearse import against_plan
 from vllm_dcp_mla.rehearse.against_plan import (
@@ -122,12 +123,12 @@ def test_the_sum_may_be_two_percent_apart(spec):
 def test_what_only_one_side_has_is_listed(spec):
     ranks = ranks_of(spec)
     for one in ranks:
-        del one["held"]["lines"]["indexer_tables"]
+        del one["held"]["lines"]["context_rows"]
         one["held"]["lines"]["mla_state"] = 5 * GIB
     found = compare(spec, ranks)
     assert found.problems == ()
     by_key = {x.key: x for x in found.lines}
-    assert (by_key["indexer_tables"].held, by_key["indexer_tables"].judged) == ((None, None), None)
+    assert (by_key["context_rows"].held, by_key["context_rows"].judged) == ((None, None), None)
     assert (by_key["mla_state"].planned, by_key["mla_state"].judged) == (None, None)
     assert by_key["mla_state"].name == "MLA builders' other buffers"
     assert by_key["peak"].judged is None, "an estimate"
@@ -143,6 +144,59 @@ def test_a_rank_that_lacks_what_another_has_is_wrong_unless_it_says_why(spec):
     found = compare(spec, ranks)
     assert found.problems == ()
     assert summary(found.lines).endswith("; not read: topk (AttributeError: no buffer).")
+
+
+#: Engines and what ranks of each hold to the byte, beside what every rank holds.
+EVERY = HELD - {"slab", "scratch"}
+ENGINES = {
+    "the B200 class": ({}, {"slab", "scratch"}),
+    "the B200 class, PCP with DCP": ({"tp": 1, "pcp": 2}, {"slab", "scratch", "pcp_gather"}),
+    "Hopper's class": ({"kernel": "auto", "kv_cache_dtype": "fp8_e4m3"}, {"partials"}),
+    "Hopper's class, PCP with DCP": (
+        {"kernel": "auto", "tp": 1, "pcp": 2},
+        {"partials", "pcp_gather"},
+    ),
+    "FlashMLA": ({"kernel": "auto", "tp": 8, "kv_cache_dtype": "fp8_ds_mla"}, set()),
+    "FlashMLA, PCP with DCP, MTP": (
+        {"kernel": "auto", "tp": 1, "pcp": 2, "kv_cache_dtype": "fp8_ds_mla", "mtp": 1},
+        set(),
+    ),
+    "no DCP": ({"kernel": "auto", "dcp": 1}, set()),
+    "no DCP, PCP": ({"dcp": 1, "tp": 1, "pcp": 2}, set()),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_no_rank_holds_is_wrong_where_the_configuration_has_it(spec, engine):
+    changed, own = ENGINES[engine]
+    one = spec.model_copy(update=changed)
+    assert compare(one, ranks_of(one)).problems == ()
+    for key in EVERY | own:
+        ranks = ranks_of(one)
+        (planned,) = {each["held"]["lines"].pop(key) for each in ranks}
+        found = compare(one, ranks)
+        (problem,) = found.problems
+        assert problem.startswith("no rank holds ")
+        assert problem.endswith(f" ({key}), planned were {planned:,} bytes of each.")
+        assert (found.off_bytes, found.off_share) == (planned, 0)
+        for each in ranks:
+            each["held"]["not_read"][key] = "it moved"
+        assert compare(one, ranks).problems == (), "a reader that found nothing to read"
+    ranks = ranks_of(one)
+    assert not against_plan.TO_THE_BYTE & set(ranks[0]["held"]["lines"]) - EVERY - own
+
+
+def test_stock_s_workspace_without_dcp_is_read_by_no_reader(spec):
+    """The B200 class of stock, which makes it when it first attends."""
+    alone = spec.model_copy(update={"dcp": 1, "kernel": "auto"})
+    ranks = ranks_of(alone)
+    for each in ranks:
+        each["held"]["gpu"] |= {"arch": [10, 0]}
+        assert "scratch" not in each["held"]["lines"]
+    found = compare(alone, ranks)
+    by_key = {x.key: x for x in found.lines}
+    assert by_key["scratch"].planned > 0
+    assert (by_key["scratch"].judged, found.problems) == (None, ())
 
 
 def test_nothing_read_is_no_success(spec):
@@ -161,6 +215,7 @@ def test_hopper_s_class_has_its_workspace(spec):
     assert found.problems == ()
     by_key = {x.key: x for x in found.lines}
     assert by_key["partials"].judged == "bytes"
+    assert by_key["partials"].planned == partial_bytes(512, GPUS["h200"].sms)
     assert not {"slab", "scratch"} & set(by_key)
 
 
@@ -169,6 +224,22 @@ def test_pcp_gathers_in_a_workspace_of_its_own(spec):
     found = compare(both, ranks_of(both))
     assert found.problems == ()
     assert {x.key for x in found.lines if x.judged == "bytes"} == HELD | {"pcp_gather"}
+    (planned,) = (x.planned for x in found.lines if x.key == "pcp_gather")
+    assert planned == 64 * 576 * 2 * (12352 // 64 * 8), "8 requests, each of whole pages"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "size"),
+    [
+        ("VLLM_DCP_MLA_SLAB_LIMIT_BYTES", "135266304", 548_405_248),
+        ("VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE", "104857600", 104_857_600),
+        ("VLLM_DCP_MLA_GATHER_LIMIT_BYTES", "1", 951_058_432),
+    ],
+)
+def test_a_workspace_has_the_size_that_was_set(spec, monkeypatch, name, value, size):
+    monkeypatch.setenv(name, value)
+    lines = {x.key: x.bytes for x in against_plan.plan_of(spec, GPUS["h200"], 64).lines}
+    assert lines["slab"] + lines["scratch"] == size
 
 
 def test_what_cannot_be_planned_is_said(spec):

@@ -33,7 +33,7 @@ def test_means_of_a_class():
 
 def test_engines_that_kept_nothing_need_no_torch(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    results = {"a": SimpleNamespace(ranks=[{"scores": []}], spec=None)}
+    results = {"a": SimpleNamespace(ranks=[{"scores": []}])}
     assert recall.of_engines(results, {"a": "a"}, PROMPTS, None) == {}
 
 
@@ -80,16 +80,7 @@ def keep(model, choose, *, whole=True):
     """An engine that chose keys by ``choose(scores)`` for the last queries of the second prompt."""
     from vllm_dcp_mla.rehearse.kept import Kept
 
-    return Kept.of(spec(), [named(model, choose, whole=whole)])
-
-
-def spec():
-    from vllm_dcp_mla.rehearse.engine import EngineSpec
-
-    return EngineSpec(
-        name="x", model="/m", max_model_len=64, max_num_batched_tokens=64, kv_cache_bytes=1,
-        utilization=0.5,
-    )  # fmt: skip
+    return Kept.of([named(model, choose, whole=whole)])
 
 
 def named(model, choose, *, whole=True):
@@ -141,9 +132,9 @@ def test_engines_by_name(model, tmp_path):
     save_file(named(model, lambda row: row.topk(TOPK).indices), tmp_path / "kept")
     ranks = [{"record": str(tmp_path / "kept")}]
     results = {
-        "tp1": SimpleNamespace(spec=spec(), ranks=ranks),
-        "ours": SimpleNamespace(spec=spec(), ranks=ranks),
-        "broken": SimpleNamespace(spec=spec(), ranks=[]),
+        "tp1": SimpleNamespace(ranks=ranks),
+        "ours": SimpleNamespace(ranks=ranks),
+        "broken": SimpleNamespace(ranks=[]),
     }
     found = recall.of_engines(results, dict.fromkeys(results, "tp1"), PROMPTS, model)
     assert list(found) == ["tp1", "ours"]

@@ -3,6 +3,7 @@ import json
 import os
 import stat
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from rich.console import Console
 from vllm_dcp_mla.models import UnservedModelError
 from vllm_dcp_mla.rehearse import rehearsal, report
 from vllm_dcp_mla.rehearse.checkpoint import RehearsalModel
-from vllm_dcp_mla.rehearse.config import small_config
+from vllm_dcp_mla.rehearse.config import SCORES, small_config
 from vllm_dcp_mla.rehearse.configuration import Configuration, cover
 from vllm_dcp_mla.rehearse.faults import FAULTS
 from vllm_dcp_mla.rehearse.machine import LocalGpu, Machine, MachineError
@@ -38,15 +39,15 @@ class Stage:
         self.breaks, self.drifts, self.raises = set(), 1.0, None
         self.written = []
 
-    def write(self, model, folder, *, index_topk=None, max_model_len, seed=0):
+    def write(self, model, folder, *, index_topk=None, max_model_len, scores):
         folder.mkdir(parents=True)
         config = small_config("glm-5.2", index_topk=index_topk)
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-        self.written.append((model, index_topk))
+        self.written.append((model, index_topk, scores))
         return RehearsalModel(
-            *(Path(model).name, folder, "GlmMoeDsaForCausalLM", 3, (2,), 64),
-            *(index_topk or 2048, 2048, 16384, 576, 512, 128),
+            *(Path(model).name, folder, "GlmMoeDsaForCausalLM", 3, (2,)),
+            *(index_topk or 2048, 2048, 16384, 576, 128),
         )
 
     def outside(self, model, prompts):
@@ -107,7 +108,7 @@ def test_a_good_run_leaves_no_folder(stage, tmp_path):
     outcome = outcome_of()
     assert outcome.ok
     assert [case.name.removeprefix(ONE.name) for case in outcome.cases] == [
-        *(": runs", ": workspace", ": to 512 tokens", ": to 1536 tokens", ": to 3072 tokens"),
+        *(": runs", ": to 512 tokens", ": to 1536 tokens", ": to 3072 tokens"),
         ": memory against plan",
     ]
     assert list(stage.specs) == [ONE.baseline(1).name, ONE.baseline(2).name, ONE.name]
@@ -123,6 +124,13 @@ def test_a_bad_run_keeps_its_logs_without_the_weights(stage, tmp_path):
     assert outcome.folder == stage.folder
     assert left_in(outcome.folder) == sorted(stage.specs)
     assert (outcome.folder / ONE.name / "rank0.log").exists()
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_the_models_have_the_scores_that_were_asked_for(stage, scores):
+    outcome = outcome_of(options=replace(OPTIONS, scores=scores))
+    assert [said for *_, said in stage.written] == [scores]
+    assert report.as_json(outcome, machine())["scores"] == scores
 
 
 def test_a_folder_called_model_keeps_its_logs_too(stage, tmp_path):
@@ -203,7 +211,7 @@ def test_all_engines_of_a_model_serve_the_same_prompts(stage):
     for asked in by_model.values():
         assert all(requests == asked[0] for requests in asked)
     assert len(stage.written) == 2
-    assert {topk for _, topk in stage.written} == {None}
+    assert {topk for _, topk, _ in stage.written} == {None}
 
 
 def test_a_fault_runs_alone_and_only_its_conduct_is_judged(stage):
@@ -245,10 +253,10 @@ def test_the_table_names_the_machine_and_each_case(stage):
     assert "H200; torch 2.12, vllm None" in text
     for case in outcome.cases:
         assert case.name in text
-    assert text.count("good") == 6 + 1
+    assert text.count("good") == 5 + 1
     assert "WRONG" not in text
     assert f"{ONE.name} ran vllm_dcp_mla.backends.trtllm.Impl (reference)." in text
-    assert "6 of 6 cases are good, in " in text
+    assert "5 of 5 cases are good, in " in text
     assert f"{ONE.name}: memory against plan: compared to the byte: " in text
 
 

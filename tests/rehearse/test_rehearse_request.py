@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from vllm_dcp_mla.planner.request import IMPOSSIBLE, UNREADABLE, RawRequest, RequestError
-from vllm_dcp_mla.rehearse.config import INDEX_TOPK
+from vllm_dcp_mla.rehearse.config import INDEX_TOPK, SCORES
 from vllm_dcp_mla.rehearse.configuration import Limits, engine_of
 from vllm_dcp_mla.rehearse.faults import FAULTS
 from vllm_dcp_mla.rehearse.machine import LocalGpu, Machine
@@ -19,7 +19,13 @@ def raw(**more):
 
 
 def more(**given):
-    usual = {"mtp": "0", "graphs": "none", "index_topk": "", "ranks_per_gpu": "auto"}
+    usual = {
+        "mtp": "0",
+        "graphs": "none",
+        "index_topk": "",
+        "scores": "normal",
+        "ranks_per_gpu": "auto",
+    }
     rest = {"time_limit": "600", "long_prompt": "0", "fault": "", "soak": "0", "cover": False}
     return RawRehearsal(**{**usual, **rest, **given})
 
@@ -41,7 +47,7 @@ def test_the_usual_flags():
     assert (read.mtp, read.graphs, read.cover) == (0, "none", False)
     assert (options.index_topk, options.ranks_per_gpu, options.engine_seconds) == (None, None, 600)
     assert (options.fault, options.soak_seconds, options.long_tokens) == (None, None, 0)
-    assert options.max_num_batched_tokens == 8192
+    assert (options.max_num_batched_tokens, options.scores) == (8192, "normal")
 
 
 def test_every_flag_arrives():
@@ -55,6 +61,8 @@ def test_every_flag_arrives():
     assert read_rehearsal(raw(), more(long_prompt="131072")).options.long_tokens == 131072
     for name, fault in FAULTS.items():
         assert read_rehearsal(raw(), more(fault=name)).options.fault is fault
+    for scores in SCORES:
+        assert read_rehearsal(raw(), more(scores=scores)).options.scores == scores
     for topk in INDEX_TOPK:
         assert read_rehearsal(raw(), more(index_topk=str(topk))).options.index_topk == topk
 
@@ -69,6 +77,7 @@ def test_every_flag_arrives():
         ("--ranks-per-gpu", "ranks_per_gpu", ["0", "65", "-2", "Auto"]),
         ("--graphs", "graphs", ["", "eager", "FULL"]),
         ("--index-topk", "index_topk", ["2047", "x", "-512"]),
+        ("--scores", "scores", ["", "Heavy", "gumbel"]),
         ("--break", "fault", ["none", "KILL-START"]),
     ],
 )

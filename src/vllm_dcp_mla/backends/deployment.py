@@ -6,10 +6,11 @@ from typing import Any
 
 from ..capability import Deployment, ModelDims
 from ..compat.libraries import libraries_here
+from ..settings import KernelChoice
 
 
 def deployment_of(
-    vllm_config: Any, kv_cache_dtype: str | None, capability: Any, *, kernel: str
+    vllm_config: Any, kv_cache_dtype: str | None, capability: Any, *, kernel: KernelChoice
 ) -> Deployment:
     """Reads a deployment off vLLM's configuration.
 

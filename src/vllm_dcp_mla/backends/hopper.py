@@ -14,7 +14,6 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
-from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
     FlashAttnMLASparseBackend,
     FlashAttnMLASparseMetadata,
@@ -28,7 +27,7 @@ from ..kernels import load_kernel, triton_decode
 from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
 from ..kernels.split import clear_empty_rows
 from ..key_splits import most_split_tokens, tilings_of
-from ..settings import load_settings
+from ..settings import KernelChoice, KernelName, load_settings
 from ..warmup import warm
 from .batches import packed, sparse_batch
 from .implementation import DcpImplMixin
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.dcp_mla.hopper")
 
 #: Kernels for steps that fill the GPU without splitting keys, best first.
-_FULL_STEPS = ("flashmla", "flash_attn3")
+_FULL_STEPS: tuple[KernelName, ...] = ("flashmla", "flash_attn3")
 
 
 class DcpFlashAttnMLASparseImpl(
@@ -176,7 +175,7 @@ class Kernels:
         return self.small if tokens <= self.small_tokens else self.full
 
 
-def choose_kernels(shape: LaunchShape, forced: str, num_sms: int, rows: int) -> Kernels:
+def choose_kernels(shape: LaunchShape, forced: KernelChoice, num_sms: int, rows: int) -> Kernels:
     """The kernels of launches of a shape.
 
     Args:
@@ -227,16 +226,6 @@ class DcpFlashAttnMLASparseBuilder(GatherBuilderMixin, FlashAttnMLASparseMetadat
     """Metadata of FLASH_ATTN_MLA_SPARSE."""
 
     metadata_cls = DcpFlashAttnMLASparseMetadata
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Stock's, but no full graphs of MTP's verification; vLLM says so and goes without.
-
-        At TP4 DCP2 on an H200 the replay of one read memory that is not there; why is not known.
-        """
-        if vllm_config.speculative_config is not None:
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def _init_reorder_batch_threshold(
         self,

@@ -49,7 +49,7 @@ class SplitLaunchImpl(PcpGatherMixin, _Hook, DcpImplMixin, FlashInferMLASparseIm
         config = get_current_vllm_config()
         settings = load_settings(config.additional_config)
         self.kernel_is_forced = settings.kernel != "auto"
-        self._kernel = load_kernel(settings.kernel if self.kernel_is_forced else "trtllm_gen")
+        self._kernel = load_kernel("trtllm_gen" if settings.kernel == "auto" else settings.kernel)
         self.kernel_names = (self._kernel.name,)
         self._dims = MlaDims(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim)
         self._max_num_tokens = config.scheduler_config.max_num_batched_tokens

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..models import ModelConfigError
 from ..planner.request import IMPOSSIBLE, RawRequest, RequestError
-from ..rehearse.config import INDEX_TOPK
+from ..rehearse.config import INDEX_TOPK, SCORES
 from ..rehearse.engine import GRAPHS
 from ..rehearse.faults import FAULTS
 from ..rehearse.machine import MachineError, examine
@@ -46,6 +46,9 @@ def rehearse(
             help=f"For shorter prompts: {', '.join(map(str, INDEX_TOPK))}; default: the model's.",
         ),
     ] = "",
+    scores: Annotated[
+        str, typer.Option("--scores", help=f"Scores over keys: {', '.join(SCORES)}.")
+    ] = "normal",
     ranks_per_gpu: Annotated[
         str, typer.Option("--ranks-per-gpu", metavar="N", help="auto: as few as work.")
     ] = "auto",
@@ -76,7 +79,7 @@ def rehearse(
     """Serve a small random model on this machine's GPUs with DCP and compare it with one rank."""
     raw = RawRequest(model, _ANY_GPU, tp, pcp, dcp, kv_cache_dtype, max_num_batched_tokens, comm)
     more = RawRehearsal(
-        mtp, graphs, index_topk, ranks_per_gpu, time_limit, long_prompt, fault, soak, cover
+        mtp, graphs, index_topk, scores, ranks_per_gpu, time_limit, long_prompt, fault, soak, cover
     )
     # Progress is for people; JSON stands alone on standard output.
     status = Console(stderr=True).status("looking at this machine's GPUs")

@@ -29,10 +29,8 @@ class Release:
         flashmla_takes_a2a: FLASHMLA_SPARSE takes ``--dcp-comm-backend a2a``.
         has_nvfp4_cache: ``--kv-cache-dtype nvfp4_ds_mla`` exists.
         defaults_to_fp8: GLM-5.x gets an ``fp8_e4m3`` cache on SM10x by default.
-        sizes_workspace: the trtllm-gen workspace grows with DCP.
         masks_no_sequences: the mask of empty shards takes lengths of no sequence.
         autotunes_by_rank: each rank's FlashInfer autotune results have a file of their own.
-        keeps_rank_on_device: the indexer's decode build makes no tensor of the DCP rank.
     """
 
     minor: int
@@ -45,10 +43,8 @@ class Release:
     flashmla_takes_a2a: bool
     has_nvfp4_cache: bool
     defaults_to_fp8: bool
-    sizes_workspace: bool
     masks_no_sequences: bool
     autotunes_by_rank: bool
-    keeps_rank_on_device: bool
 
     @property
     def series(self) -> str:
@@ -67,10 +63,8 @@ _0_33 = Release(
     flashmla_takes_a2a=True,
     has_nvfp4_cache=True,
     defaults_to_fp8=True,
-    sizes_workspace=True,
     masks_no_sequences=True,
     autotunes_by_rank=True,
-    keeps_rank_on_device=True,
 )
 _0_32 = replace(
     _0_33,
@@ -91,9 +85,7 @@ _0_29 = replace(
     gathers_pcp_with_dcp=False,
     interleaves=False,
     has_nvfp4_cache=False,
-    sizes_workspace=False,
     masks_no_sequences=False,
-    keeps_rank_on_device=False,
 )
 
 #: Oldest first.

@@ -103,7 +103,6 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(_BACKEND, "AttentionBackend.supports_compute_capability", ("capability",)),
     Symbol(_BACKEND, "AttentionBackend.get_builder_cls"),
     Symbol(_BACKEND, "AttentionBackend.get_impl_cls"),
-    Symbol(_BACKEND, "AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE", since=33),
     Symbol(
         _BACKEND,
         "AttentionMetadataBuilder.get_cudagraph_support",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from ..settings import KernelName
 from .base import SparseMlaKernel
 
 
-def load_kernel(name: str, *, num_sms: int = 1, rows: int | None = None) -> SparseMlaKernel:
+def load_kernel(name: KernelName, *, num_sms: int = 1, rows: int | None = None) -> SparseMlaKernel:
     """Makes a kernel by its name.
 
     Args:
-        name: a name of :data:`..settings.KernelName`, not ``auto``.
+        name: of the kernel.
         num_sms: multiprocessors of the GPU, for kernels that plan with them.
         rows: keys that a token is expected to have here, likewise; None for all of its top-k.
 
@@ -37,6 +40,4 @@ def load_kernel(name: str, *, num_sms: int = 1, rows: int | None = None) -> Spar
         from .reference import ReferenceKernel
 
         return ReferenceKernel()
-    raise ValueError(
-        f"kernel is {name!r}; known: trtllm_gen, flashmla, flash_attn3, triton_decode, reference"
-    )
+    raise ValueError(f"kernel is {name!r}; known: {', '.join(get_args(KernelName))}")

@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from ..merge import LseBase
+from ..settings import KernelName
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class LaunchBuffers:
 class SparseMlaKernel(Protocol):
     """One attention kernel."""
 
-    name: ClassVar[str]
+    name: ClassVar[KernelName]
     #: Base of the LSE it writes.
     lse_base: ClassVar[LseBase]
     #: Whether rows whose count is 0 leave it as (0, -inf); elsewhere they may be left as they were.

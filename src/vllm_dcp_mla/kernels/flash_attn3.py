@@ -10,13 +10,14 @@ from typing import ClassVar
 import torch
 
 from ..merge import LseBase
+from ..settings import KernelName
 from .base import LaunchBuffers, LaunchShape, SparseMlaBatch
 
 
 class FlashAttn3Kernel:
     """``flash_attn_varlen_func``: every token is a sequence of its own, its top-k row its pages."""
 
-    name: ClassVar[str] = "flash_attn3"
+    name: ClassVar[KernelName] = "flash_attn3"
     lse_base: ClassVar[LseBase] = "e"
     clears_empty_rows: ClassVar[bool] = False
 

@@ -11,13 +11,14 @@ import torch
 
 from ..capability_rules import FLASHMLA_SPARSE_HEADS, FLASHMLA_TOPK_MULTIPLE
 from ..merge import LseBase
+from ..settings import KernelName
 from .base import LaunchBuffers, LaunchShape, SparseMlaBatch
 
 
 class FlashMlaKernel:
     """``flash_mla_sparse_fwd``; the LSE of a row without tokens is +inf there."""
 
-    name: ClassVar[str] = "flashmla"
+    name: ClassVar[KernelName] = "flashmla"
     lse_base: ClassVar[LseBase] = "e"
     clears_empty_rows: ClassVar[bool] = False
 

@@ -12,6 +12,7 @@ import torch
 
 from ..capability_rules import trtllm_gen_heads
 from ..merge import LseBase
+from ..settings import KernelName
 from ..workspace import counter_bytes, softmax_stats_bytes
 from .base import LaunchBuffers, LaunchShape, SparseMlaBatch
 
@@ -22,7 +23,7 @@ _GATHER_ELEMENTS = 1 << 24  # float32 elements gathered from the cache at a time
 class ReferenceKernel:
     """Sparse MLA attention with a base-2 LSE, as trtllm-gen's decode kernel does it."""
 
-    name: ClassVar[str] = "reference"
+    name: ClassVar[KernelName] = "reference"
     lse_base: ClassVar[LseBase] = "2"
     clears_empty_rows: ClassVar[bool] = False
 

@@ -28,6 +28,7 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
 
 from ..key_splits import MAX_SPLITS, Tiling, head_blocks, num_splits, tiling_for
 from ..merge import LseBase
+from ..settings import KernelName
 from .base import LaunchBuffers, LaunchShape, MlaDims, SparseMlaBatch
 from .triton_bodies import (
     ATTEND_INTEGERS,
@@ -186,7 +187,7 @@ class TritonDecodeKernel:
         tiling: of every launch; None to choose by shape.
     """
 
-    name: ClassVar[str] = "triton_decode"
+    name: ClassVar[KernelName] = "triton_decode"
     lse_base: ClassVar[LseBase] = "e"
     clears_empty_rows: ClassVar[bool] = True
 

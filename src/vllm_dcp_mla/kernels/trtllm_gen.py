@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from ..capability_rules import trtllm_gen_heads
 from ..compat.flashinfer import FUNCTION, REQUIRED_ARGUMENTS
 from ..merge import LseBase
+from ..settings import KernelName
 from .base import LaunchBuffers, LaunchShape, SparseMlaBatch
 
 #: Arguments that are passed where the installed FlashInfer has them.
@@ -22,7 +23,7 @@ NOPE_ARGUMENT = "sparse_mla_top_k_lens"
 class TrtllmGenKernel:
     """trtllm-gen, pinned: ``backend="auto"`` could pick a kernel with a natural-log LSE."""
 
-    name: ClassVar[str] = "trtllm_gen"
+    name: ClassVar[KernelName] = "trtllm_gen"
     lse_base: ClassVar[LseBase] = "2"
     clears_empty_rows: ClassVar[bool] = False
 

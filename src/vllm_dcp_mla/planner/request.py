@@ -9,6 +9,7 @@ from typing import Any
 
 from ..capability import TABLE, Deployment, Libraries, ModelDims
 from ..models import ModelConfigError, UnservedModelError, load_config
+from ..settings import KernelChoice
 from ..simulate.gpus import GPUS, Gpu
 from ..topology import check_topology
 from . import local_gpu
@@ -220,7 +221,7 @@ class Request:
             flags.append("--enforce-eager")
         return flags
 
-    def deployment(self, gpu: Gpu, libraries: Libraries, *, kernel: str) -> Deployment:
+    def deployment(self, gpu: Gpu, libraries: Libraries, *, kernel: KernelChoice) -> Deployment:
         """The request in the capability table's terms; its sizes must be possible.
 
         Args:

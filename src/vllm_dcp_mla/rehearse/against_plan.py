@@ -32,6 +32,7 @@ SUM_TOLERANCE = 0.02
 #: share of the KV budget, beside the range of the plan's own estimates.
 KV_TOLERANCE = 0.02
 _WEIGHTS = "weights"
+_WORKSPACE = frozenset({"slab", "scratch"})
 _BLOCK, _TOKENS = "kv.block_bytes", "kv.tokens_logical"
 #: What a rank holds and no plan lists, as a reader should call it.
 _UNPLANNED = {
@@ -51,7 +52,8 @@ class MemoryLine:
         name: what it is.
         planned: bytes of a rank (``kv.tokens_logical``: tokens), None where no plan has it.
         held: of each rank, None where it has none.
-        judged: to the byte, within the sum, within a range, or None: listed only.
+        judged: to the byte, within the sum, within a range, or None: listed only. What is to the
+            byte and of no rank is wrong.
         not_read: why ranks have no figure, empty where they need none.
     """
 
@@ -165,6 +167,9 @@ def side_by_side(
 ) -> tuple[MemoryLine, ...]:
     """Every line that the plan or a rank has, but what a step only holds for a moment.
 
+    What a plan knows to the byte, ranks must hold: a plan has no line for what a configuration does
+    without.
+
     Args:
         plan: with lines.
         held: of each rank, bytes by key.
@@ -175,16 +180,20 @@ def side_by_side(
     sizes = {key: line.bytes for key, line in planned.items()}
     if plan.ours is not None:
         names[_BLOCK], sizes[_BLOCK] = "KV cache, bytes of a block", plan.ours.kv.block_bytes
+    # A workspace that is made after profiling is that of stock's class, where no reader looks.
+    unread = {key for key in _WORKSPACE & set(planned) if not planned[key].profiled}
     keys = dict.fromkeys([*sizes, *(key for rank in (*held, *not_read) for key in rank)])
     lines = []
     for key in keys:
         found = tuple(rank.get(key) for rank in held)
+        reasons = dict.fromkeys(rank[key] for rank in not_read if key in rank)
         judged: Judged | None = None
         if key in sizes and any(size is not None for size in found):
             judged = "bytes" if key in TO_THE_BYTE else "sum"
+        elif sizes.get(key) and key in TO_THE_BYTE - unread and not reasons:
+            judged = "bytes"
         if key in planned and planned[key].is_estimate:
             judged = None
-        reasons = dict.fromkeys(rank[key] for rank in not_read if key in rank)
         name = names.get(key) or _UNPLANNED.get(key, key)
         lines.append(MemoryLine(key, name, sizes.get(key), found, judged, "; ".join(reasons)))
     return tuple(lines)
@@ -217,6 +226,12 @@ def judge_lines(lines: Sequence[MemoryLine]) -> Comparison:
         problems.append("no line was compared to the byte; see what was not read.")
     for line in exact:
         planned = line.planned or 0
+        if all(got is None for got in line.held):
+            off_bytes = max(off_bytes, planned)
+            problems.append(
+                f"no rank holds {line.name} ({line.key}), planned were {planned:,} bytes of each."
+            )
+            continue
         for rank, got in enumerate(line.held):
             if got == planned or (got is None and line.not_read):
                 continue
@@ -251,7 +266,11 @@ def totals(lines: Sequence[MemoryLine]) -> list[tuple[int, int]]:
 
 
 def _summed(lines: Sequence[MemoryLine]) -> list[MemoryLine]:
-    return [line for line in lines if line.judged in ("bytes", "sum") and line.key != _BLOCK]
+    return [
+        line
+        for line in lines
+        if line.judged in ("bytes", "sum") and line.key != _BLOCK and any(line.held)
+    ]
 
 
 def _apart(planned: int, held: int) -> float:

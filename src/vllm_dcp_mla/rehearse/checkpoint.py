@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ..models import BUILT_IN
-from .config import MAX_MODEL_LEN, followers, small_config
+from .config import MAX_MODEL_LEN, Scores, followers, small_config
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -27,12 +26,10 @@ class RehearsalModel:
         architecture: the class that serves it.
         layers: decoder layers, without the one MTP layer behind them. The last is the MoE layer.
         followers: layers that take their keys from the nearest indexer before them.
-        heads: query heads, before tensor parallelism.
         index_topk: keys a token selects at most.
         vocab_size: token ids are below it.
         max_model_len: the longest context that its rope table has rows for.
         key_elements: of a token's row of a layer's KV cache.
-        latent_elements: those of them that are values too.
         index_head_dim: of the indexer's keys.
     """
 
@@ -41,12 +38,10 @@ class RehearsalModel:
     architecture: str
     layers: int
     followers: tuple[int, ...]
-    heads: int
     index_topk: int
     vocab_size: int
     max_model_len: int
     key_elements: int
-    latent_elements: int
     index_head_dim: int
 
     def cache_bytes(self, kv_cache_dtype: str) -> int:
@@ -63,7 +58,7 @@ def write_checkpoint(
     index_topk: int | None = None,
     max_model_len: int = MAX_MODEL_LEN,
     seed: int = 0,
-    scores: Literal["normal", "heavy"] = "normal",
+    scores: Scores = "normal",
 ) -> RehearsalModel:
     """Writes ``config.json`` and ``model.safetensors`` into a folder.
 
@@ -101,11 +96,9 @@ def write_checkpoint(
         architecture=config["architectures"][0],
         layers=config["num_hidden_layers"],
         followers=followers(config),
-        heads=config["num_attention_heads"],
         index_topk=config["index_topk"],
         vocab_size=config["vocab_size"],
         max_model_len=min(max_model_len, config["max_position_embeddings"]),
         key_elements=config["kv_lora_rank"] + config["qk_rope_head_dim"],
-        latent_elements=config["kv_lora_rank"],
         index_head_dim=config["index_head_dim"],
     )

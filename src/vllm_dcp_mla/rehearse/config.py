@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from ..models import ModelConfigError, UnservedModelError, load_config
 
@@ -11,6 +11,10 @@ ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 #: Widths for which vLLM has the kernel that merges top-k candidates of DCP ranks.
 INDEX_TOPK = (512, 1024, 2048)
+
+#: How attention logits and index scores are distributed over keys; see :mod:`.weights`.
+Scores = Literal["normal", "heavy"]
+SCORES: tuple[Scores, ...] = ("normal", "heavy")
 
 HIDDEN_SIZE = 1024
 INTERMEDIATE_SIZE = 1024

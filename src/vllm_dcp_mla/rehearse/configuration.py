@@ -13,6 +13,7 @@ from typing import Any
 
 from ..models import BUILT_IN
 from ..plugin import ALIAS
+from ..settings import KernelChoice
 from .engine import SHARED_UTILIZATION, EngineSpec, Graphs
 
 #: Utilisation of an engine that has its GPUs for itself.
@@ -45,7 +46,7 @@ class Configuration:
     comm: str
     mtp: int
     graphs: Graphs
-    kernel: str
+    kernel: KernelChoice
     force_mqa: bool = True
     ours: bool = False
 
@@ -157,7 +158,7 @@ COVER: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def cover(kernel: str) -> list[Configuration]:
+def cover(kernel: KernelChoice) -> list[Configuration]:
     """Configurations of :data:`COVER` in which every pair of values meets.
 
     Args:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from ..settings import KernelChoice
+
 Graphs = Literal["none", "piecewise", "full"]
 GRAPHS = ("none", "piecewise", "full")
 
@@ -54,7 +56,7 @@ class EngineSpec(BaseModel):
     mtp: int = 0
     graphs: Graphs = "none"
     backend: str | None = None
-    kernel: str = "auto"
+    kernel: KernelChoice = "auto"
     force_mqa: bool = True
     strict: bool = False
     shared: bool = False

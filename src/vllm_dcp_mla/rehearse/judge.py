@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checkpoint import RehearsalModel
 from .configuration import Configuration
 from .drift import DRIFT_LIMIT, Drift, compare, distance
-from .memory import PLANNED, planned_bytes
 from .observe import OURS
 from .recall import Recall
 from .schedule import EngineResult
@@ -74,16 +72,14 @@ def judge(
     configuration: Configuration,
     results: Mapping[str, EngineResult],
     prompts: Sequence[Prompt],
-    model: RehearsalModel,
     recalls: Mapping[str, Recall] | None = None,
 ) -> list[Case]:
-    """A configuration's cases: how it ran, its memory, and its drift in each length class.
+    """A configuration's cases: how it ran, and its drift in each length class.
 
     Args:
         configuration: what is judged.
         results: of all engines, by name.
         prompts: what they served.
-        model: that served them.
         recalls: of its indexers, by length class.
     """
     result = results[configuration.name]
@@ -94,8 +90,6 @@ def judge(
     failed = [failed_case(base.spec.name, base) for base in (one, two) if base.failure is not None]
     if failed:
         return cases + failed
-    if configuration.dcp > 1:
-        cases += _memory(configuration, result, model)
     return cases + _drifts(configuration, result, one, two, prompts, recalls or {})
 
 
@@ -191,26 +185,6 @@ def _first_difference(calls: Sequence[Sequence[tuple[str, Sequence[int]]]]) -> s
 
 def _of_ours(noted: Sequence[Sequence[str]]) -> list[str]:
     return [what for owner, what in noted if owner == OURS]
-
-
-def _memory(
-    configuration: Configuration, result: EngineResult, model: RehearsalModel
-) -> list[Case]:
-    """The buffers whose sizes are planned, to the byte."""
-    held = [
-        {name: size for name, _, size in rank["after"]["buffers"] if name in PLANNED}
-        for rank in result.ranks
-    ]
-    cases = []
-    for name in dict.fromkeys(name for buffers in held for name in buffers):
-        sizes = {buffers.get(name, 0) for buffers in held}
-        sms = result.ranks[0]["engine"]["sms"]
-        planned = planned_bytes(name, configuration, result.spec, model, sms)
-        off = max(abs(size - planned) for size in sizes)
-        problem = f"the {name} buffer is {sorted(sizes)} bytes, planned were {planned}."
-        problems = (problem,) if off else ()
-        cases.append(Case(f"{configuration.name}: {name}", not off, off, 0, problems))
-    return cases
 
 
 def judge_outside(

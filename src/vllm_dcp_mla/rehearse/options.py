@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .config import Scores
 from .faults import Fault
 
 
@@ -18,6 +19,7 @@ class Options:
         engine_seconds: after which an engine is given up.
         fault: planted into every engine under DCP, which then runs alone; None for none.
         soak_seconds: of a soak in place of the comparison; None for none.
+        scores: how the small models' scores are distributed over keys.
         long_tokens: of prompts beside the classes of length; 0 for none.
     """
 
@@ -27,4 +29,5 @@ class Options:
     engine_seconds: float
     fault: Fault | None = None
     soak_seconds: float | None = None
+    scores: Scores = "normal"
     long_tokens: int = 0

@@ -170,8 +170,6 @@ def _describe(llm: Any) -> dict[str, Any]:
     """Backend, kernel, memory of the loaded model, and whether vLLM's monitors are on."""
     from vllm.utils import gpu_sync_debug, jit_monitor
 
-    from .. import device_buffer
-
     worker = llm.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
@@ -180,7 +178,6 @@ def _describe(llm: Any) -> dict[str, Any]:
     return {
         "impls": sorted({f"{type(i).__module__}.{type(i).__qualname__}" for i in impls}),
         "kernels": sorted(kernels),
-        "sms": device_buffer.num_sms(device_buffer.kernel_device()),
         "model_bytes": getattr(runner, "model_memory_usage", None),
         "jit_monitor": jit_monitor._mode if jit_monitor.is_active() else None,
         "sync_check": gpu_sync_debug._SYNC_CHECK_MODE

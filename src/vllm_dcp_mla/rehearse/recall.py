@@ -59,9 +59,7 @@ def of_engines(
     from .selection import reference_recalls, tp1_recalls
 
     kept = {
-        name: found
-        for name in baselines
-        if (found := Kept.read(results[name].spec, results[name].ranks)) is not None
+        name: found for name in baselines if (found := Kept.read(results[name].ranks)) is not None
     }
     return {
         name: by_class(

@@ -15,7 +15,7 @@ import numpy as np
 from . import outside, recall, schedule, soak
 from .against_plan import judge_memory
 from .checkpoint import RehearsalModel, write_checkpoint
-from .config import MAX_MODEL_LEN
+from .config import MAX_MODEL_LEN, Scores
 from .configuration import Configuration, Limits, engine_of, with_baselines
 from .engine import SHARED_KV_CACHE_BYTES, EngineSpec
 from .judge import Case, conduct, judge, judge_outside
@@ -41,6 +41,7 @@ class Outcome:
         seconds: altogether.
         folder: the logs, kept where a case failed.
         missing: why a model was not compared with HF.
+        scores: how those of the models were distributed over keys.
     """
 
     cases: list[Case]
@@ -49,6 +50,7 @@ class Outcome:
     seconds: float = 0.0
     folder: Path | None = None
     missing: list[str] = field(default_factory=list)
+    scores: Scores = "normal"
 
     @property
     def ok(self) -> bool:
@@ -117,6 +119,7 @@ def rehearse(
             time.monotonic() - started,
             folder if keep else None,
             missing,
+            options.scores,
         )
     finally:
         # Logs are kept only where the outcome says where they are.
@@ -146,6 +149,7 @@ def _write_models(
                 target,
                 index_topk=options.index_topk,
                 max_model_len=max(MAX_MODEL_LEN, max_model_len(0, options.long_tokens)),
+                scores=options.scores,
             )
         except OSError as error:
             raise MachineError(
@@ -237,7 +241,6 @@ def _cases(
                 configuration,
                 results,
                 asked[model],
-                models[model],
                 recalls.get(configuration.name),
             )
             cases += judge_memory(configuration, results[configuration.name])

@@ -61,6 +61,7 @@ def as_json(outcome: Outcome, machine: Machine) -> dict[str, Any]:
         "ok": outcome.ok,
         "problems": [problem for case in outcome.cases for problem in case.problems],
         "machine": machine.model_dump(),
+        "scores": outcome.scores,
         "engines": outcome.engines,
         "not_rehearsed": not_rehearsed(outcome),
         "seconds": round(outcome.seconds, 1),

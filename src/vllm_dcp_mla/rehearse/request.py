@@ -16,8 +16,9 @@ from ..planner.request import (
     RequestError,
     read_request,
 )
+from ..settings import KernelChoice
 from ..simulate.gpus import Gpu
-from .config import INDEX_TOPK, MAX_MODEL_LEN, small_config
+from .config import INDEX_TOPK, MAX_MODEL_LEN, SCORES, Scores, small_config
 from .configuration import COVER, Configuration, cover
 from .engine import GRAPHS, Graphs
 from .faults import FAULTS
@@ -37,6 +38,7 @@ class RawRehearsal:
     mtp: str
     graphs: str
     index_topk: str
+    scores: str
     ranks_per_gpu: str
     time_limit: str
     long_prompt: str
@@ -63,7 +65,7 @@ class Rehearsal:
     cover: bool
     options: Options
 
-    def configurations(self, machine: Machine, kernel: str) -> list[Configuration]:
+    def configurations(self, machine: Machine, kernel: KernelChoice) -> list[Configuration]:
         """What to rehearse on a machine: with short prompts in sparse attention, and as vLLM would.
 
         Args:
@@ -99,7 +101,7 @@ class Rehearsal:
 
 
 def _served(
-    request: Request, mtp: int, graphs: Graphs, gpu: LocalGpu, kernel: str
+    request: Request, mtp: int, graphs: Graphs, gpu: LocalGpu, kernel: KernelChoice
 ) -> Configuration:
     """What a request is on a GPU, with vLLM's defaults for what it leaves out.
 
@@ -158,6 +160,7 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
     for flag, name, known in (
         ("--graphs", more.graphs, GRAPHS),
         ("--index-topk", more.index_topk, ("", *map(str, INDEX_TOPK))),
+        ("--scores", more.scores, SCORES),
         ("--break", more.fault, ("", *FAULTS)),
     ):
         if name not in known:
@@ -195,6 +198,7 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
             ranks_per_gpu=share,
             engine_seconds=seconds,
             fault=FAULTS[more.fault] if more.fault else None,
+            scores=cast(Scores, more.scores),
             long_tokens=long_tokens,
             soak_seconds=60 * minutes or None,
         ),

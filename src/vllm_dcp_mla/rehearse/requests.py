@@ -13,7 +13,7 @@ from . import workload
 #: also the prompt's last, and that of a decode step.
 SPREAD_QUERIES = 4
 _DECODED = 3
-#: Prompts of each length class of which everything is kept.
+#: Prompts of each length class of which hidden states are kept.
 WHOLE_PER_CLASS = 4
 
 
@@ -31,7 +31,7 @@ class Recording(BaseModel):
 
     Attributes:
         positions: of each prompt, the queries whose selection is kept.
-        whole: prompts of which all else is kept too: hidden states, index keys, outputs.
+        whole: prompts of which hidden states are kept too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,12 +40,7 @@ class Recording(BaseModel):
     whole: list[int] = []
 
     @classmethod
-    def of(
-        cls,
-        prompts: Sequence[workload.Prompt],
-        index_topk: int,
-        whole_per_class: int = WHOLE_PER_CLASS,
-    ) -> Recording:
+    def of(cls, prompts: Sequence[workload.Prompt], index_topk: int) -> Recording:
         """The same queries of the same prompts in every engine.
 
         Whole prompts are of the first wave: what is cached is not computed.
@@ -53,7 +48,6 @@ class Recording(BaseModel):
         Args:
             prompts: of the rehearsal.
             index_topk: keys of a query.
-            whole_per_class: prompts of a class of which everything is kept.
         """
         positions, whole = [], []
         taken: Counter[str] = Counter()
@@ -64,7 +58,7 @@ class Recording(BaseModel):
                 parts = range(SPREAD_QUERIES)
                 chosen |= {index_topk + room * part // SPREAD_QUERIES for part in parts}
             positions.append(sorted(chosen))
-            if prompt.wave == 0 and taken[prompt.length_class] < whole_per_class:
+            if prompt.wave == 0 and taken[prompt.length_class] < WHOLE_PER_CLASS:
                 taken[prompt.length_class] += 1
                 whole.append(number)
         return cls(positions=positions, whole=whole)

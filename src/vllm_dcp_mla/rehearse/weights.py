@@ -25,11 +25,11 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from .config import count, leader, rope
+from .config import Scores, count, leader, rope
 from .workload import FORCED_TOKEN
 
 #: Standard deviation of attention logits over keys: the part all heads share, and a head's own.
@@ -53,7 +53,6 @@ _TAIL, _BODY, _LARGEST, _SALIENT_GAIN = 2, 0.5, 8.0, 4.0
 _SILU = 0.6
 
 Tensors = dict[str, torch.Tensor]
-Scores = Literal["normal", "heavy"]
 
 
 def random_weights(config: dict[str, Any], seed: int, scores: Scores = "normal") -> Tensors:

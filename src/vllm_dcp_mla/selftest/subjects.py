@@ -8,6 +8,7 @@ from typing import Any
 
 from ..capability import FLASH_ATTN_3, FLASHINFER
 from ..compat.releases import installed_release
+from ..settings import KernelName
 from ..simulate.gpus import GPUS
 
 
@@ -26,7 +27,7 @@ class Subject:
     member: str
     module: str
     cls: str
-    kernel: str
+    kernel: KernelName
     quantizes_query: bool
 
     def backend(self) -> Any:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from ..settings import KernelName
+
 MODEL_LEN = 8192
 MAX_TOKENS = 512
 
@@ -235,7 +237,7 @@ def engine_config(
     num_ranks: int,
     dcp: int,
     comm: str,
-    kernel: str = "reference",
+    kernel: KernelName = "reference",
     *,
     pcp: int = 1,
     **settings: Any,

@@ -11,6 +11,7 @@ from ...kernels import load_kernel
 from ...kernels.base import LaunchBuffers, LaunchShape, SparseMlaBatch, SparseMlaKernel
 from ...kernels.split import clear_empty_rows
 from ...key_splits import arrival_bytes, partial_bytes
+from ...settings import KernelName
 from .. import check, floor
 from ..inputs import CACHES, DIMS, TOPK, Cache, make_cache, make_sets, set_bytes, with_ragged_rows
 from ..rows import Row
@@ -23,7 +24,7 @@ HEADS = (64, 128)
 ROWS = (512, 2048)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _QUICK_TOKENS = (1, 16, 128, 1024)
-KERNELS = ("triton_decode", "flashmla", "flash_attn3")
+KERNELS: tuple[KernelName, ...] = ("triton_decode", "flashmla", "flash_attn3")
 #: How far behind the fastest the dispatch may be.
 BEHIND = 0.05
 
@@ -52,7 +53,7 @@ def at_shape(
     tokens: int,
     heads: int,
     rows: int,
-    kernels: tuple[str, ...] = KERNELS,
+    kernels: tuple[KernelName, ...] = KERNELS,
 ) -> list[Row]:
     """Rows of one shape, one for each kernel that takes it."""
     shape = LaunchShape(heads, TOPK, cache.rows.dtype, DIMS)
@@ -78,10 +79,11 @@ def at_shape(
 
 
 def load_kernels(
-    workbench: Workbench, shape: LaunchShape, rows: int, names: tuple[str, ...] = KERNELS
+    workbench: Workbench, shape: LaunchShape, rows: int, names: tuple[KernelName, ...] = KERNELS
 ) -> tuple[dict[str, SparseMlaKernel], dict[str, str]]:
     """The kernels that take a shape, and why others do not run; a refused dtype is no row."""
-    found, absent = {}, {}
+    found: dict[str, SparseMlaKernel] = {}
+    absent: dict[str, str] = {}
     for name in names:
         try:
             kernel = load_kernel(name, num_sms=workbench.num_sms, rows=rows)
