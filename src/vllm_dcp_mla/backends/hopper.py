@@ -24,10 +24,11 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .. import device_buffer
 from ..compat import flat_cache, sleep
+from ..kernel_choice import kernels_by_tokens
 from ..kernels import load_kernel, triton_decode
 from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
 from ..kernels.split import clear_empty_rows
-from ..key_splits import most_split_tokens, tilings_of
+from ..key_splits import ANY, tilings_of
 from ..settings import load_settings
 from ..warmup import warm
 from .batches import packed, sparse_batch
@@ -40,14 +41,14 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.dcp_mla.hopper")
 
-#: Kernels for steps that fill the GPU without splitting keys, best first.
-_FULL_STEPS = ("flashmla", "flash_attn3")
+#: Kernels of libraries that vLLM ships, which serve some launches better than ours.
+_SHIPPED = ("flashmla", "flash_attn3")
 
 
 class DcpFlashAttnMLASparseImpl(
     PcpGatherMixin, DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
 ):
-    """A kernel that splits keys for small steps, the fastest that takes the shape for others."""
+    """A kernel that splits keys for small steps, others that take the shape for larger ones."""
 
     supports_dcp = True
     can_return_lse_for_decode = True
@@ -160,20 +161,18 @@ class DcpFlashAttnMLASparseImpl(
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels of steps up to ``small_tokens`` tokens and of those that fill the GPU."""
+    """The most tokens of a launch that a kernel is for, rising, and the kernel."""
 
-    small: SparseMlaKernel
-    full: SparseMlaKernel
-    small_tokens: int
+    by_tokens: tuple[tuple[int, SparseMlaKernel], ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of both, each once."""
-        return tuple(dict.fromkeys((self.small.name, self.full.name)))
+        """Of all, each once."""
+        return tuple(dict.fromkeys(kernel.name for _, kernel in self.by_tokens))
 
     def of(self, tokens: int) -> SparseMlaKernel:
-        """The kernel of a step of so many tokens."""
-        return self.small if tokens <= self.small_tokens else self.full
+        """The kernel of a launch of so many tokens."""
+        return next(kernel for most, kernel in self.by_tokens if tokens <= most)
 
 
 def choose_kernels(shape: LaunchShape, forced: str, num_sms: int, rows: int) -> Kernels:
@@ -188,23 +187,22 @@ def choose_kernels(shape: LaunchShape, forced: str, num_sms: int, rows: int) -> 
     Raises:
         ValueError: the forced kernel does not take the shape.
     """
-    # Up to this many tokens all thread blocks run at once, and keys can be split.
-    small_tokens = most_split_tokens(shape.heads, num_sms, tilings_of(shape.heads, rows))
     if forced != "auto":
         kernel = load_kernel(forced, num_sms=num_sms, rows=rows)
         if (reason := kernel.supports(shape)) is not None:
             raise ValueError(f"The forced kernel {forced} does not serve this model: {reason}.")
-        return Kernels(kernel, kernel, small_tokens)
-    splitting = load_kernel("triton_decode", num_sms=num_sms, rows=rows)
-    for name in _FULL_STEPS:
+        return Kernels(((ANY, kernel),))
+    found = {"triton_decode": load_kernel("triton_decode", num_sms=num_sms, rows=rows)}
+    for name in _SHIPPED:
         try:
             kernel = load_kernel(name)
         except ImportError as error:
             logger.info_once("Not used: %s", str(error))
             continue
         if kernel.supports(shape) is None:
-            return Kernels(splitting, kernel, small_tokens)
-    return Kernels(splitting, splitting, small_tokens)
+            found[name] = kernel
+    chosen = kernels_by_tokens(shape.heads, rows, found)
+    return Kernels(tuple((tokens, found[name]) for tokens, name in chosen))
 
 
 def _register_indexer_kernels(vllm_config: Any) -> None:
