@@ -194,28 +194,30 @@ def test_what_fp8_means_is_said_once(name, lines):
     assert sum("fp8_e4m3 with one scale" in r.getMessage() for r in records) == lines
 
 
-def test_every_kernel_of_a_layer_is_registered_for_warm_up():
+@pytest.mark.parametrize(("cache_dtype", "dtype"), [("fp8_e4m3", FP8), ("auto", torch.bfloat16)])
+def test_every_kernel_of_a_layer_is_registered_for_warm_up(cache_dtype, dtype):
     from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     from vllm.v1.attention.backends.mla import compressor_utils, indexer
 
-    from vllm_dcp_mla.kernels import triton_decode
+    from vllm_dcp_mla.kernels import finish, triton_decode
 
     with engine(settings=TRITON) as config:
         config.kernel_config.enable_jit_warmup = True
         registry = JitWarmupRegistry(config)
         with registry.activate():
             for _ in range(2):
-                make_impl(backend(), config, cache_dtype="fp8_e4m3")
+                make_impl(backend(), config, cache_dtype=cache_dtype)
     assert set(registry._registrations) == {
         triton_decode.ATTEND_KERNEL,
         triton_decode.MERGE_KERNEL,
         compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL,
         indexer._PREPARE_UNIFORM_DECODE_KERNEL,
         indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL,
+        *([finish.FINISH_KERNEL] if dtype == torch.bfloat16 else []),
     }
     (arguments,) = registry._registrations[triton_decode.ATTEND_KERNEL]
     keys = triton_decode.ATTEND_KERNEL.get_warmup_keys(*arguments[0], **arguments[1])
-    assert {(k.cache_dtype, k.latent_dim, k.rotary_dim) for k in keys} == {(FP8, 512, 64)}
+    assert {(k.cache_dtype, k.latent_dim, k.rotary_dim) for k in keys} == {(dtype, 512, 64)}
     rows = 2048 // 8
     assert {k.tiling.heads for k in keys} == {t.heads for t in tilings_of(64, rows)}
 

@@ -119,17 +119,13 @@ def test_in_a_cuda_graph_with_other_keys_at_each_replay(name, tokens):
         for field in ("query", "topk", "counts", "out", "lse", "cache_rows"):
             getattr(batch, field).copy_(getattr(other, field))
         graph.replay()
-        if not made.clears_empty_rows:
-            from vllm_dcp_mla.kernels.split import clear_empty_rows
-
-            clear_empty_rows(batch.out, batch.lse, batch.counts)
         check(made, batch)
 
 
 def test_nothing_waits_for_the_gpu_and_nothing_compiles_after_warm_up():
     import triton
 
-    from vllm_dcp_mla.kernels import triton_decode
+    from vllm_dcp_mla.kernels import finish, triton_decode
 
     for dtype in CACHES.values():
         triton_decode.warm_up(
@@ -138,6 +134,7 @@ def test_nothing_waits_for_the_gpu_and_nothing_compiles_after_warm_up():
             dict.fromkeys(c.tiling for c in CHOICES),
             lambda kernel, *args: kernel.warmup(*args),
         )
+    finish.warm_up(ROPE, lambda kernel, *args: kernel.warmup(*args))
     compiled = []
     hook = triton.knobs.runtime.jit_post_compile_hook
     triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
@@ -151,6 +148,7 @@ def test_nothing_waits_for_the_gpu_and_nothing_compiles_after_warm_up():
                 torch.cuda.set_sync_debug_mode("error")
                 try:
                     kernel("triton_decode").launch(batch.tokens(slice(tokens // 3, None)), buffers)
+                    finish.finish(batch, torch.zeros(heads, tokens, device=CUDA).T)
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
     finally:
@@ -166,15 +164,15 @@ def test_memory_that_is_not_aligned_is_refused():
         kernel("triton_decode").launch(crooked, make_partials(sms(), CUDA))
 
 
-@pytest.mark.parametrize("name", ["flashmla", "flash_attn3"])
-def test_what_the_library_says_of_rows_without_keys(name):
-    """What :func:`..kernels.split.clear_empty_rows` is for; a change here is no fault of ours."""
-    batch = make_batch(2, 64, 128, counts=[0, 5], device=CUDA)
-    kernel(name).launch(batch, make_partials(sms(), CUDA))
-    lse = batch.lse[0].cpu()
-    print(f"\n{name}: LSE {lse[0].item()}, out {batch.out[0, 0, 0].item()} without keys")
-    assert not torch.isfinite(lse).any() or bool((lse < -1e30).all())
-    assert math.isfinite(float(batch.lse[1, 0]))
+@pytest.mark.parametrize("want_lse", [True, False])
+@pytest.mark.parametrize("name", KERNELS)
+def test_rows_without_keys_are_cleared_by_the_launch(name, want_lse):
+    """Whatever a library leaves there: FlashMLA's LSE is +inf."""
+    batch = make_batch(5, 64, 128, counts=[0, 5, 0, 128, 0], device=CUDA, want_lse=want_lse)
+    made = kernel(name)
+    assert made.clears_empty_rows
+    made.launch(batch, make_partials(sms(), CUDA))
+    check(made, batch)
 
 
 def test_splits_change_nothing_but_rounding():

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from .. import device_buffer
 from ..compat import flat_cache, sleep
 from ..kernel_choice import kernels_by_tokens
-from ..kernels import load_kernel, triton_decode
+from ..kernels import finish, load_kernel, triton_decode
 from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
 from ..kernels.split import clear_empty_rows
 from ..key_splits import ANY, tilings_of
@@ -79,9 +79,10 @@ class DcpFlashAttnMLASparseImpl(
         self.kernel_names = self._kernels[heads].names
         tilings = {t: None for n in (heads, self.num_heads) for t in tilings_of(n, self._rows)}
         self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
-        triton_decode.warm_up(
-            self._shape.cache_dtype, self._shape.dims, tilings, partial(warm, config, device)
-        )
+        compiled = partial(warm, config, device)
+        triton_decode.warm_up(self._shape.cache_dtype, self._shape.dims, tilings, compiled)
+        if not self._is_quantized:  # a bf16 cache is what the shipped kernels take
+            finish.warm_up(self._shape.dims, compiled)
         sleep.install()
         _register_indexer_kernels(config)
         flat_cache.install(DcpFlashAttnMLASparseBackend)

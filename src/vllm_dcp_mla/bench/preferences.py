@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 from ..kernel_choice import kernels_by_tokens
 from ..key_splits import head_blocks
@@ -18,7 +19,7 @@ def where_behind(rows: list[Row]) -> list[str]:
     """The shapes at which another kernel is faster than the one dispatched to, and by how much."""
     said = []
     for shape, timed in _by_shape(rows).items():
-        sizes = timed[0].sizes
+        sizes: dict[str, Any] = timed[0].sizes
         times = {row.provider: _us(row) for row in timed}
         steps = kernels_by_tokens(sizes["heads"], sizes["rows"], times)
         taken = next((name for most, name in steps if sizes["tokens"] <= most), None)
@@ -40,7 +41,7 @@ def suggested(rows: list[Row]) -> list[str]:
     # Of each kernel over the fastest; where head counts meet in a size, the worst of them.
     slower: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for timed in _by_shape(rows).values():
-        sizes = timed[0].sizes
+        sizes: dict[str, Any] = timed[0].sizes
         if sizes["cache"] != "bf16":
             continue
         at = slower[sizes["rows"]][sizes["tokens"] * head_blocks(sizes["heads"])]

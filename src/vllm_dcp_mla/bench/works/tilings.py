@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -88,5 +89,5 @@ def best_choice(rows: list[Row]) -> list[str]:
     sizes = rows[0].sizes
     default = times.get(str(Tiling()))
     lead = "" if default is None else f", {default:.1f} by default"
-    scores = sizes["tokens"] * sizes["heads"] * sizes["rows"]
+    scores = math.prod(int(sizes[name]) for name in ("tokens", "heads", "rows"))
     return [f"Choice({scores}, {tiling!r}),  # {rows[0].shape}: {times[best]:.1f} us{lead}"]
