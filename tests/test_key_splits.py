@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from vllm_dcp_mla import key_splits
 from vllm_dcp_mla.bench.candidates import CANDIDATES
 from vllm_dcp_mla.key_splits import (
+    ANY,
     CHOICES,
     Choice,
     Tiling,
     arrival_bytes,
     head_blocks,
-    most_split_tokens,
     num_splits,
     partial_bytes,
     tiling_for,
@@ -20,7 +20,11 @@ from vllm_dcp_mla.key_splits import (
 )
 
 SHAPES = (st.integers(0, 5000), st.integers(1, 300), st.integers(1, 4096), st.integers(1, 160))
-TILINGS = [*{c.tiling for c in CHOICES}, *CANDIDATES]
+CACHES = st.sampled_from(sorted(CHOICES))
+TILINGS = [
+    *(c.tiling for choices in CHOICES.values() for c in choices),
+    *(t for candidates in CANDIDATES.values() for t in candidates),
+]
 
 
 @given(*SHAPES, st.sampled_from(TILINGS))
@@ -57,8 +61,6 @@ def test_smaller_blocks_of_heads_share_an_sm():
     assert num_splits(1, 64, 2048, 132, small) == 64
     assert num_splits(1, 64, 2048, 132, replace(small, splits=8)) == 8
     assert num_splits(16, 64, 2048, 132, small) == 8
-    assert most_split_tokens(64, 132, [small, Tiling()]) == 132
-    assert most_split_tokens(65, 132, [Tiling()]) == 66
 
 
 def test_heads_are_attended_in_blocks():
@@ -72,26 +74,36 @@ def test_a_tiling_that_its_memory_does_not_hold_is_refused():
             Tiling(**wrong)
 
 
-@given(*SHAPES[:3])
-def test_every_launch_has_a_tiling_and_it_is_warmed(tokens, heads, rows):
-    assert tiling_for(tokens, heads, rows) in tilings_of(heads, rows)
+@given(*SHAPES[:3], CACHES)
+def test_every_launch_has_a_tiling_and_it_is_warmed(tokens, heads, rows, element_bytes):
+    tilings = tilings_of(heads, rows, element_bytes)
+    assert tiling_for(max(tokens, 1), heads, rows, element_bytes) in tilings
 
 
 def test_the_first_choice_that_holds_is_taken(monkeypatch):
     few, small, rest = Tiling(heads=16), Tiling(heads=32), Tiling()
-    anything = 1 << 31
-    monkeypatch.setattr(
-        key_splits,
-        "CHOICES",
-        (
-            Choice(8, 512, 64, few),
-            Choice(64, 512, 64, small),
-            Choice(64, 2048, 128, few),
-            Choice(anything, anything, anything, rest),
-        ),
+    choices = (
+        Choice(8 * 64 * 512, few),
+        Choice(64 * 64 * 512, small),
+        Choice(64 * 64 * 512 + 1, few),
+        Choice(ANY, rest),
     )
-    assert [tiling_for(t, 64, 512) for t in (1, 8, 9, 64, 65)] == [few, few, small, small, rest]
-    assert tiling_for(8, 128, 512) == few
-    assert tiling_for(8, 64, 4096) == rest
-    assert tilings_of(64, 512) == (few, small, rest)
-    assert tilings_of(128, 4096) == (rest,)
+    monkeypatch.setattr(key_splits, "CHOICES", {2: choices})
+    assert [tiling_for(t, 64, 512, 2) for t in (1, 8, 9, 64, 65)] == [few, few, small, small, rest]
+    assert [tiling_for(t, 128, 2048, 2) for t in (1, 2, 8, 9)] == [few, small, small, rest]
+    assert tilings_of(64, 512, 2) == (few, small, rest)
+    assert tilings_of(128, 4096, 2) == (small, few, rest)
+    assert tilings_of(128, 1 << 20, 2) == (rest,)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "rows", "block"),
+    [
+        *((1, 64, 512, 16), (4, 64, 512, 16), (16, 64, 512, 32), (32, 64, 512, 64)),
+        *((1, 64, 2048, 16), (4, 64, 2048, 32), (16, 64, 2048, 64)),
+        *((1, 128, 512, 16), (4, 128, 512, 32), (16, 128, 512, 64)),
+        *((1, 128, 2048, 32), (4, 128, 2048, 64)),
+    ],
+)
+def test_tilings_are_the_fastest_that_were_measured(tokens, heads, rows, block):
+    assert {tiling_for(tokens, heads, rows, n).heads for n in CHOICES} == {block}

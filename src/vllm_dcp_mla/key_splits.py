@@ -6,7 +6,6 @@ split, and partial results are merged by their log-sum-exp (LSE), as ranks' are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Heads of partial results that an SM may have under way; bounds their memory.
@@ -24,11 +23,16 @@ class Tiling:
             instructions need 64.
         keys: keys it works on at a time, a power of 2 of at least 16.
         warps: warps of a thread block.
-        stages: blocks of keys under way from memory.
+        stages: of Triton's pipeline, which follows an index and then its key: 3 fetch a block of
+            keys while the one before is multiplied, 5 two of them; 4 are 3.
         blocks_per_sm: thread blocks that run at once on an SM where keys are split.
         splits: most parts of a token's keys.
         merges_in_launch: whether the last thread block of a token's heads merges their parts; a
             second launch does otherwise.
+        fp16_parts: whether partial results are kept in float16, and not in float32. A result is a
+            weighted mean of its parts: rounding them moves it by at most 2^-12 of the largest of
+            them, and 2^-25. They hold values up to 65,504, which normalised latents are far from.
+            In bf16 they would move it by 2^-9, past the tolerance of the tests.
     """
 
     heads: int = 64
@@ -38,6 +42,7 @@ class Tiling:
     blocks_per_sm: int = 1
     splits: int = 32
     merges_in_launch: bool = False
+    fp16_parts: bool = False
 
     def __post_init__(self) -> None:
         if self.blocks_per_sm * self.heads > PARTIAL_HEADS or self.splits > MAX_SPLITS:
@@ -48,55 +53,81 @@ class Tiling:
 
     def __str__(self) -> str:
         merge = "same launch" if self.merges_in_launch else "second launch"
+        parts = "fp16 parts" if self.fp16_parts else "parts"
         return (
             f"{self.heads} heads x {self.keys} keys, {self.warps} warps, {self.stages} stages, "
-            f"{self.blocks_per_sm} blocks an SM, {self.splits} parts, merged in the {merge}"
+            f"{self.blocks_per_sm} blocks an SM, {self.splits} {parts}, merged in the {merge}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A tiling and the launches that it is for: those within all three bounds.
+    """A tiling and the launches that it is for.
 
     Attributes:
-        tokens: most tokens of a launch.
-        rows: most keys that a token is expected to have.
-        heads: most query heads.
+        scores: most query-key products of a launch: tokens x query heads x keys of a token.
         tiling: what they use.
     """
 
-    tokens: int
-    rows: int
-    heads: int
+    scores: int
     tiling: Tiling
 
 
-_ANY = 1 << 31
+ANY = 1 << 62  # more than any launch has
 
 #: The first that holds is taken. ``vllm-dcp-mla bench --work tilings`` measures the candidates and
-#: prints the best of each shape.
-CHOICES: tuple[Choice, ...] = (Choice(_ANY, _ANY, _ANY, Tiling()),)
+#: prints the best of each shape. On an H200 (torch 2.11, Triton 3.6), microseconds for blocks of
+#: 16, 32 and 64 heads, merged by a second launch:
+#:
+#: =====  =====  ======  ==================  ==================
+#: heads  rows   tokens  bf16                fp8_e4m3
+#: =====  =====  ======  ==================  ==================
+#: 64     512    1       10.9, 12.6, 15.5    11.8, 14.5, 17.5
+#: 64     512    4       12.0, 14.1, 16.6    12.9, 15.5, 18.2
+#: 64     512    16      27.7, 21.6, 22.6    33.0, 24.6, 23.5
+#: 64     512    32      43.9, 33.5, 30.8    58.9, 41.9, 32.9
+#: 64     2,048  1       13.4, 14.9, 17.8    14.0, 16.5, 19.7
+#: 64     2,048  4       26.3, 20.6, 22.3    31.7, 23.4, 23.5
+#: 64     2,048  16      67.9, 49.5, 40.6    102.5, 68.2, 46.0
+#: 128    512    1       11.0, 13.2, 15.6    12.0, 15.1, 17.9
+#: 128    512    4       18.9, 15.2, 17.7    20.4, 16.3, 19.7
+#: 128    512    16      42.3, 32.1, 28.5
+#: 128    2,048  1       19.9, 16.0, 18.2
+#: 128    2,048  4       38.1, 28.3, 25.8
+#: =====  =====  ======  ==================  ==================
+#:
+#: All of these cross at the same products of tokens, heads and rows. A merge in the same launch is
+#: ahead by more than 3 % at 32 and 64 tokens of 512 rows only, where other kernels are faster yet.
+#:
+#: Of fp8_e4m3 keys 3 stages fetch nothing ahead in blocks of 64 heads (Triton's code for sm_90: the
+#: next copy is issued after the last use and waited for at once), 5 do; that is not measured yet.
+_FEW = (
+    Choice(1 << 17, Tiling(heads=16, blocks_per_sm=2)),
+    Choice(1 << 19, Tiling(heads=32)),
+)
+CHOICES: dict[int, tuple[Choice, ...]] = {  # by bytes of a cache element
+    2: (*_FEW, Choice(ANY, Tiling())),
+    1: (*_FEW, Choice(ANY, Tiling(stages=5))),
+}
 
 
-def tiling_for(num_tokens: int, num_heads: int, rows: int) -> Tiling:
+def tiling_for(num_tokens: int, num_heads: int, rows: int, element_bytes: int) -> Tiling:
     """The tiling of a launch, from shapes alone.
 
     Args:
         num_tokens: tokens of the launch.
         num_heads: query heads.
         rows: keys that a token is expected to have here.
+        element_bytes: of the cache.
     """
-    return next(
-        c.tiling
-        for c in CHOICES
-        if num_tokens <= c.tokens and rows <= c.rows and num_heads <= c.heads
-    )
+    scores = num_tokens * num_heads * rows
+    return next(c.tiling for c in CHOICES[element_bytes] if scores <= c.scores)
 
 
-def tilings_of(num_heads: int, rows: int) -> tuple[Tiling, ...]:
+def tilings_of(num_heads: int, rows: int, element_bytes: int) -> tuple[Tiling, ...]:
     """Every tiling that launches of a layer may use, each once."""
-    fitting = [c.tiling for c in CHOICES if rows <= c.rows and num_heads <= c.heads]
-    return tuple(dict.fromkeys(fitting))
+    choices = CHOICES[element_bytes]
+    return tuple(dict.fromkeys(c.tiling for c in choices if num_heads * rows <= c.scores))
 
 
 def head_blocks(num_heads: int, block_heads: int = PARTIAL_HEADS) -> int:
@@ -123,7 +154,7 @@ def num_splits(num_tokens: int, num_heads: int, topk: int, num_sms: int, tiling:
 
 
 def partial_bytes(latent_dim: int, num_sms: int) -> int:
-    """Bytes of float32 partial results and LSEs that suffice for every launch, of any model.
+    """Bytes of partial results and LSEs in float32, which suffice for every launch, of any model.
 
     Follows from the bounds in :func:`num_splits` and of :class:`Tiling`.
     """
@@ -134,8 +165,3 @@ def arrival_bytes(num_sms: int) -> int:
     """Bytes of counters, one int32 for each token and block of heads whose keys are split."""
     smallest_block = 16
     return num_sms * (PARTIAL_HEADS // smallest_block) * 4
-
-
-def most_split_tokens(num_heads: int, num_sms: int, tilings: Sequence[Tiling]) -> int:
-    """Tokens of the largest launch whose thread blocks all run at once."""
-    return max(num_sms * t.blocks_per_sm // head_blocks(num_heads, t.heads) for t in tilings)

@@ -11,8 +11,9 @@ torch = pytest.importorskip("torch")
 from backend_engine import LAYER, engine, expected, make_impl, run  # noqa: E402
 
 from release_marks import serves_hopper  # noqa: E402
-from vllm_dcp_mla import device_buffer  # noqa: E402
-from vllm_dcp_mla.key_splits import partial_bytes  # noqa: E402
+from vllm_dcp_mla import device_buffer, kernel_choice  # noqa: E402
+from vllm_dcp_mla.kernel_choice import Preference  # noqa: E402
+from vllm_dcp_mla.key_splits import ANY, partial_bytes, tilings_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.vllm,
@@ -137,11 +138,18 @@ def with_kernels(**kernels):
     return mock.patch("vllm_dcp_mla.backends.hopper.load_kernel", load)
 
 
-def test_full_steps_take_the_first_kernel_that_takes_the_shape():
+def test_each_step_takes_the_kernel_of_the_table_that_takes_the_shape():
     ours, first, second = Leaves(), Leaves("not these heads"), Leaves()
-    with with_kernels(triton_decode=ours, flashmla=first, flash_attn3=second):
+    table = (
+        Preference(ANY, 4, "triton_decode"),
+        Preference(ANY, ANY, "flashmla"),
+        Preference(ANY, ANY, "flash_attn3"),
+    )
+    with (
+        mock.patch.object(kernel_choice, "PREFERENCES", table),
+        with_kernels(triton_decode=ours, flashmla=first, flash_attn3=second),
+    ):
         impl = made(settings={"kernel": "auto"})
-    assert impl._kernels[64].small_tokens == 4  # what the CPU counts as
     run(impl)
     run(impl, tokens=5, counts=(0, 1, 2, 3, 4))
     assert (ours.launched, first.launched, second.launched) == ([4], [], [5])
@@ -186,28 +194,35 @@ def test_what_fp8_means_is_said_once(name, lines):
     assert sum("fp8_e4m3 with one scale" in r.getMessage() for r in records) == lines
 
 
-def test_every_kernel_of_a_layer_is_registered_for_warm_up():
+@pytest.mark.parametrize(("cache_dtype", "dtype"), [("fp8_e4m3", FP8), ("auto", torch.bfloat16)])
+def test_every_kernel_of_a_layer_is_registered_for_warm_up(cache_dtype, dtype):
     from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     from vllm.v1.attention.backends.mla import compressor_utils, indexer
 
-    from vllm_dcp_mla.kernels import triton_decode
+    from vllm_dcp_mla.kernels import finish, triton_decode
 
     with engine(settings=TRITON) as config:
         config.kernel_config.enable_jit_warmup = True
         registry = JitWarmupRegistry(config)
         with registry.activate():
             for _ in range(2):
-                make_impl(backend(), config, cache_dtype="fp8_e4m3")
+                make_impl(backend(), config, cache_dtype=cache_dtype)
     assert set(registry._registrations) == {
         triton_decode.ATTEND_KERNEL,
         triton_decode.MERGE_KERNEL,
         compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL,
         indexer._PREPARE_UNIFORM_DECODE_KERNEL,
         indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL,
+        *([finish.FINISH_KERNEL] if dtype == torch.bfloat16 else []),
     }
     (arguments,) = registry._registrations[triton_decode.ATTEND_KERNEL]
-    (key,) = triton_decode.ATTEND_KERNEL.get_warmup_keys(*arguments[0], **arguments[1])
-    assert (key.cache_dtype, key.latent_dim, key.rotary_dim) == (FP8, 512, 64)
+    keys = triton_decode.ATTEND_KERNEL.get_warmup_keys(*arguments[0], **arguments[1])
+    assert {(k.cache_dtype, k.latent_dim, k.rotary_dim) for k in keys} == {(dtype, 512, 64)}
+    rows = 2048 // 8
+    tilings = tilings_of(64, rows, dtype.itemsize)
+    assert {(k.tiling.heads, k.tiling.stages) for k in keys} == {
+        (t.heads, t.stages) for t in tilings
+    }
 
 
 def test_layers_of_ours_have_the_index_conversion_warmed_and_others_as_stock_says():

@@ -100,20 +100,6 @@ def test_a_kernel_that_refuses_or_is_not_here_is_said(cache, narrow, monkeypatch
     assert rows[0].note.startswith("not here: ")
 
 
-def test_who_is_ahead_is_said_where_it_matters():
-    from vllm_dcp_mla.bench.works.attention import fastest
-
-    def row(shape, provider, us):
-        return Row("attention", shape, provider, us=us)
-
-    rows = [
-        *(row("x", "triton_decode", 10), row("x", "flashmla", 9.8)),
-        *(row("y", "triton_decode", 12), row("y", "flashmla", 10), row("y", "flash_attn3", 8)),
-        row("z", "triton_decode", 12),
-    ]
-    assert fastest(rows) == ["y: flash_attn3 is faster, triton_decode 50% behind."]
-
-
 def test_every_limit_of_a_split_gives_the_same(cache, monkeypatch):
     from vllm_dcp_mla.bench.works import attention, split
 
@@ -224,8 +210,7 @@ def test_attention_from_its_caches_to_its_remarks(narrow, monkeypatch):
     real = inputs.make_cache
     monkeypatch.setattr(attention, "make_cache", lambda *a: real(*a, rows=1 << 10))
     monkeypatch.setattr(attention, "_QUICK_TOKENS", (2,))
-    monkeypatch.setattr(attention, "HEADS", (16,))
-    monkeypatch.setattr(attention, "ROWS", (40,))
+    monkeypatch.setattr(attention, "QUICK_SHAPES", ((16, 40),))
     rows = list(attention.run(workbench()))
     ours = [r for r in rows if r.provider == "triton_decode"]
     assert [(r.sizes["cache"], r.problem) for r in ours] == [("bf16", None), ("fp8_e4m3", None)]
@@ -238,15 +223,15 @@ def test_tilings_from_their_caches_to_their_remarks(narrow, monkeypatch):
     real = inputs.make_cache
     monkeypatch.setattr(tilings, "make_cache", lambda *a: real(*a, rows=1 << 10))
     monkeypatch.setattr(tilings, "_compile", lambda dtype: None)  # interpreted kernels are not
-    monkeypatch.setattr(tilings, "CANDIDATES", tilings.CANDIDATES[:2])
+    two = {n: candidates[:2] for n, candidates in tilings.CANDIDATES.items()}
+    monkeypatch.setattr(tilings, "CANDIDATES", two)
     monkeypatch.setattr(tilings, "_QUICK_TOKENS", (1,))
-    monkeypatch.setattr(tilings, "HEADS", (16,))
-    monkeypatch.setattr(tilings, "ROWS", (60,))
+    monkeypatch.setattr(tilings, "QUICK_SHAPES", ((16, 60),))
     run = workbench()
     rows = list(tilings.run(run))
-    assert len(rows) == 2 * len(tilings.CANDIDATES)
+    assert len(rows) == 2 * 2
     assert [r.problem or r.note for r in rows] == [None] * len(rows)
-    assert [line.startswith("Choice(1, 60, 16, Tiling(") for line in run.remarks] == [True] * 2
+    assert [line.startswith("Choice(960, Tiling(") for line in run.remarks] == [True] * 2
 
 
 def test_splits_from_their_cache_to_their_remarks(narrow, monkeypatch):
@@ -335,18 +320,22 @@ def test_the_best_tiling_is_said_as_a_line_of_the_table():
     from vllm_dcp_mla.key_splits import Choice, Tiling  # noqa: F401  (names in what is said)
 
     sizes = {"tokens": 16, "rows": 512, "heads": 64, "cache": "bf16"}
-    rows = [Row("tilings", "", str(t), us=20.0 - n, sizes=sizes) for n, t in enumerate(CANDIDATES)]
+    rows = [
+        Row("tilings", "shape", str(t), us=20.0 - n, sizes=sizes)
+        for n, t in enumerate(CANDIDATES[2])
+    ]
     (line,) = best_choice(rows)
     code, _, comment = line.partition(",  # ")
-    assert eval(code) == Choice(16, 512, 64, CANDIDATES[-1])
-    assert comment == f"bf16: {20 - len(CANDIDATES) + 1:.1f} us, 20.0 by default"
+    assert eval(code) == Choice(16 * 512 * 64, CANDIDATES[2][-1])
+    assert comment == f"shape: {20 - len(CANDIDATES[2]) + 1:.1f} us, 20.0 by default"
     assert best_choice([Row("tilings", "", "x", note="did not run")]) == []
 
 
 def test_candidates_are_told_apart():
     from vllm_dcp_mla.bench.candidates import CANDIDATES
 
-    assert len({str(t) for t in CANDIDATES}) == len(CANDIDATES)
+    for candidates in CANDIDATES.values():
+        assert len({str(t) for t in candidates}) == len(candidates)
 
 
 def test_growth_is_fitted_by_what_it_varies():

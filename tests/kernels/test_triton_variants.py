@@ -30,7 +30,9 @@ from vllm_dcp_mla.key_splits import Tiling
 TARGET = GPUTarget("cuda", 90, 32)
 DIMS = MlaDims(512, 192, 64)
 SECOND = (Tiling(),)
+FP8 = (Tiling(stages=5),)
 LAST = (Tiling(heads=16, warps=4, merges_in_launch=True),)
+FP16_PARTS = (Tiling(heads=32, fp16_parts=True),)
 draw = random.Random(0)
 
 def key(kernel, call):
@@ -65,11 +67,15 @@ for name, launcher, pointers, integers, keys in (
     ("attend bf16", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
      ours.ATTEND_KERNEL.get_warmup_keys(torch.bfloat16, DIMS, SECOND)),
     ("attend fp8", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
-     ours.ATTEND_KERNEL.get_warmup_keys(torch.float8_e4m3fn, DIMS, SECOND)),
+     ours.ATTEND_KERNEL.get_warmup_keys(torch.float8_e4m3fn, DIMS, FP8)),
     ("attend and merge", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
      ours.ATTEND_KERNEL.get_warmup_keys(torch.bfloat16, DIMS, LAST)),
     ("merge", ours.MERGE_KERNEL, ours.MERGE_POINTERS, ours.MERGE_INTEGERS,
      ours.MERGE_KERNEL.get_warmup_keys(DIMS, SECOND)),
+    ("attend into fp16 parts", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
+     ours.ATTEND_KERNEL.get_warmup_keys(torch.bfloat16, DIMS, FP16_PARTS)),
+    ("merge fp16 parts", ours.MERGE_KERNEL, ours.MERGE_POINTERS, ours.MERGE_INTEGERS,
+     ours.MERGE_KERNEL.get_warmup_keys(DIMS, FP16_PARTS)),
 ):
     (warm_key,) = keys
     warmed = launcher.warmup_inputs(warm_key)
@@ -78,7 +84,7 @@ for name, launcher, pointers, integers, keys in (
     random_calls(launcher, pointers, integers, warmed)
     kernel = launcher.kernel
     dtypes = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv", torch.int32: "i32",
-              torch.float32: "fp32"}
+              torch.float32: "fp32", torch.float16: "fp16"}
     first = dict(calls[0])
     options = {n: first.pop(n) for n in ("num_warps", "num_stages") if n in first}
     signature, constants = {}, {}
@@ -105,7 +111,9 @@ for name, launcher, pointers, integers, keys in (
         "barriers_before_arrival": ptx[: ptx.find("atom.")].count("bar.sync"),
         "arrival": re.findall(r"atom\\.[a-z0-9_.]*add[a-z0-9_.]*", ptx),
         "past_l1": len(re.findall(r"ld\\.global\\.cg\\.v4", ptx)),
-        "wgmma": len(re.findall(r"wgmma\\.mma_async", ptx)),
+        "wgmma": len(products := re.findall(r"wgmma\\.mma_async[^;]*;", ptx)),
+        "from_registers": sum(bool(re.search(r"\\},\\s*\\{", p)) for p in products),
+        "fp8_pairs": len(re.findall(r"cvt\\.[a-z0-9.]*e4m3x2", ptx)),
     }
 print("REPORT " + json.dumps(report))
 """
@@ -125,7 +133,13 @@ def report():
     return json.loads(lines[-1].removeprefix("REPORT "))
 
 
-@pytest.mark.parametrize("kernel", ["attend bf16", "attend fp8", "attend and merge", "merge"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *("attend bf16", "attend fp8", "attend and merge", "attend into fp16 parts"),
+        *("merge", "merge fp16 parts"),
+    ],
+)
 def test_one_variant_which_is_the_one_that_is_warmed(report, kernel):
     assert report[kernel]["variants"] == 1
 
@@ -143,8 +157,17 @@ def test_it_fits_a_multiprocessor_and_reads_rows_in_pieces_of_16_bytes(report, k
     assert found["wgmma"] > 0
 
 
-def test_partial_results_are_read_in_pieces_of_16_bytes(report):
-    assert report["merge"]["wide_loads"] > 0
+def test_queries_stay_in_shared_memory_and_fp8_keys_are_converted_once(report):
+    """From registers come weights, 4 x 16 keys, and a converted rotary query, 2 x 64 / 16."""
+    assert report["attend bf16"]["from_registers"] == 4
+    assert report["attend fp8"]["from_registers"] <= 4 + 8
+    assert report["attend fp8"]["fp8_pairs"] == 64 * 576 // (8 * 32 * 2)
+
+
+@pytest.mark.parametrize("kernel", ["merge", "merge fp16 parts"])
+def test_partial_results_are_read_in_pieces_of_16_bytes(report, kernel):
+    assert report[kernel]["wide_loads"] > 0
+    assert report[kernel]["narrow_loads"] == 0
 
 
 def test_the_last_block_sees_what_the_others_wrote(report):

@@ -23,10 +23,11 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .. import device_buffer
 from ..compat import flat_cache, sleep
-from ..kernels import load_kernel, triton_decode
+from ..kernel_choice import kernels_by_tokens
+from ..kernels import finish, load_kernel, triton_decode
 from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
 from ..kernels.split import clear_empty_rows
-from ..key_splits import most_split_tokens, tilings_of
+from ..key_splits import ANY, tilings_of
 from ..settings import KernelChoice, KernelName, load_settings
 from ..warmup import warm
 from .batches import packed, sparse_batch
@@ -39,14 +40,14 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.dcp_mla.hopper")
 
-#: Kernels for steps that fill the GPU without splitting keys, best first.
-_FULL_STEPS: tuple[KernelName, ...] = ("flashmla", "flash_attn3")
+#: Kernels of libraries that vLLM ships, which serve some launches better than ours.
+_SHIPPED: tuple[KernelName, ...] = ("flashmla", "flash_attn3")
 
 
 class DcpFlashAttnMLASparseImpl(
     PcpGatherMixin, DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
 ):
-    """A kernel that splits keys for small steps, the fastest that takes the shape for others."""
+    """A kernel that splits keys for small steps, others that take the shape for larger ones."""
 
     supports_dcp = True
     can_return_lse_for_decode = True
@@ -75,11 +76,15 @@ class DcpFlashAttnMLASparseImpl(
         self._rows = self._shape.topk // config.parallel_config.decode_context_parallel_size
         self._kernels = {heads: self._choose_kernels(heads)}
         self.kernel_names = self._kernels[heads].names
-        tilings = {t: None for n in (heads, self.num_heads) for t in tilings_of(n, self._rows)}
-        self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
-        triton_decode.warm_up(
-            self._shape.cache_dtype, self._shape.dims, tilings, partial(warm, config, device)
+        element_bytes = self._shape.cache_dtype.itemsize
+        tilings = dict.fromkeys(
+            t for n in (heads, self.num_heads) for t in tilings_of(n, self._rows, element_bytes)
         )
+        self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
+        compiled = partial(warm, config, device)
+        triton_decode.warm_up(self._shape.cache_dtype, self._shape.dims, tilings, compiled)
+        if not self._is_quantized:  # a bf16 cache is what the shipped kernels take
+            finish.warm_up(self._shape.dims, compiled)
         sleep.install()
         _register_indexer_kernels(config)
         flat_cache.install(DcpFlashAttnMLASparseBackend)
@@ -159,20 +164,18 @@ class DcpFlashAttnMLASparseImpl(
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels of steps up to ``small_tokens`` tokens and of those that fill the GPU."""
+    """The most tokens of a launch that a kernel is for, rising, and the kernel."""
 
-    small: SparseMlaKernel
-    full: SparseMlaKernel
-    small_tokens: int
+    by_tokens: tuple[tuple[int, SparseMlaKernel], ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of both, each once."""
-        return tuple(dict.fromkeys((self.small.name, self.full.name)))
+        """Of all, each once."""
+        return tuple(dict.fromkeys(kernel.name for _, kernel in self.by_tokens))
 
     def of(self, tokens: int) -> SparseMlaKernel:
-        """The kernel of a step of so many tokens."""
-        return self.small if tokens <= self.small_tokens else self.full
+        """The kernel of a launch of so many tokens."""
+        return next(kernel for most, kernel in self.by_tokens if tokens <= most)
 
 
 def choose_kernels(shape: LaunchShape, forced: KernelChoice, num_sms: int, rows: int) -> Kernels:
@@ -187,23 +190,22 @@ def choose_kernels(shape: LaunchShape, forced: KernelChoice, num_sms: int, rows:
     Raises:
         ValueError: the forced kernel does not take the shape.
     """
-    # Up to this many tokens all thread blocks run at once, and keys can be split.
-    small_tokens = most_split_tokens(shape.heads, num_sms, tilings_of(shape.heads, rows))
     if forced != "auto":
         kernel = load_kernel(forced, num_sms=num_sms, rows=rows)
         if (reason := kernel.supports(shape)) is not None:
             raise ValueError(f"The forced kernel {forced} does not serve this model: {reason}.")
-        return Kernels(kernel, kernel, small_tokens)
-    splitting = load_kernel("triton_decode", num_sms=num_sms, rows=rows)
-    for name in _FULL_STEPS:
+        return Kernels(((ANY, kernel),))
+    found = {"triton_decode": load_kernel("triton_decode", num_sms=num_sms, rows=rows)}
+    for name in _SHIPPED:
         try:
             kernel = load_kernel(name)
         except ImportError as error:
             logger.info_once("Not used: %s", str(error))
             continue
         if kernel.supports(shape) is None:
-            return Kernels(splitting, kernel, small_tokens)
-    return Kernels(splitting, splitting, small_tokens)
+            found[name] = kernel
+    chosen = kernels_by_tokens(shape.heads, rows, found)
+    return Kernels(tuple((tokens, found[name]) for tokens, name in chosen))
 
 
 def _register_indexer_kernels(vllm_config: Any) -> None:

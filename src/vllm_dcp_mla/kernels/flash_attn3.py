@@ -12,6 +12,7 @@ import torch
 from ..merge import LseBase
 from ..settings import KernelName
 from .base import LaunchBuffers, LaunchShape, SparseMlaBatch
+from .finish import finish
 
 
 class FlashAttn3Kernel:
@@ -19,7 +20,7 @@ class FlashAttn3Kernel:
 
     name: ClassVar[KernelName] = "flash_attn3"
     lse_base: ClassVar[LseBase] = "e"
-    clears_empty_rows: ClassVar[bool] = False
+    clears_empty_rows: ClassVar[bool] = True
 
     def __init__(self) -> None:
         from vllm.vllm_flash_attn import flash_attn_interface as library
@@ -58,5 +59,4 @@ class FlashAttn3Kernel:
             out=batch.out,
             fa_version=3,
         )[:2]
-        if batch.lse is not None:
-            batch.lse.copy_(lse.T)
+        finish(batch, lse.T)

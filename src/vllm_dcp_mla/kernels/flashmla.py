@@ -13,14 +13,15 @@ from ..capability_rules import FLASHMLA_SPARSE_HEADS, FLASHMLA_TOPK_MULTIPLE
 from ..merge import LseBase
 from ..settings import KernelName
 from .base import LaunchBuffers, LaunchShape, SparseMlaBatch
+from .finish import finish
 
 
 class FlashMlaKernel:
-    """``flash_mla_sparse_fwd``; the LSE of a row without tokens is +inf there."""
+    """``flash_mla_sparse_fwd``, whose LSE of a row without tokens is +inf, and what follows it."""
 
     name: ClassVar[KernelName] = "flashmla"
     lse_base: ClassVar[LseBase] = "e"
-    clears_empty_rows: ClassVar[bool] = False
+    clears_empty_rows: ClassVar[bool] = True
 
     def __init__(self) -> None:
         from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
@@ -56,5 +57,4 @@ class FlashMlaKernel:
             topk_length=batch.counts,
             out=batch.out,
         )
-        if batch.lse is not None:
-            batch.lse.copy_(lse)
+        finish(batch, lse)

@@ -5,9 +5,13 @@ cache is read once for all of them. Where a batch is too small to fill the GPU, 
 are split. Their parts are merged by a second kernel, or by the thread block of those heads that
 comes last; how work is cut is :mod:`..key_splits`' to say.
 
-fp8 keys are exact in float16, which also holds the softmax' weights better than bf16 does. Their
-scale is left out of the products and put into the softmax' scale and the result. Queries are
-divided by 16 for it, without loss: they would have to be above a million to overflow.
+fp8_e4m3 keys are exact in float16, to which one instruction converts two of them; to bf16 there is
+none. Their products are in float16, too, which has three bits more than bf16: weights, between 0
+and 1, are rounded by 2^-12 of themselves in place of 2^-9. Queries have bf16's range: those of a
+head are divided by the power of 2 that makes the largest smaller than 2, and the scores multiplied
+by it again in float32. That is exact for elements above 2^-14 of the largest; smaller ones are
+rounded to multiples of 2^-24 of it, less than the float32 sum of the products loses. The scale of
+the keys is left out of the products and put into the softmax' scale and the result.
 
 Nothing that varies at run time is compiled for: one variant per cache dtype, head dims and tiling.
 """
@@ -40,10 +44,13 @@ from .triton_bodies import (
 )
 
 _ALIGNMENT = 16  # bytes; rows are read and written in pieces of this size
-_QUERY_UNIT = 1 / 16  # of an fp8 cache's queries in float16
 _MERGED_AT_ONCE = 8  # parts, by the second kernel
 _MERGED_DIMS = 128  # of all heads of a block at a time, by its last thread block
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
+
+
+def _parts_dtype(tiling: Tiling) -> torch.dtype:
+    return torch.float16 if tiling.fp16_parts else torch.float32
 
 
 class _AttendKernel(VllmTritonJitKernel["_AttendKernel.CompileKey"]):
@@ -71,11 +78,12 @@ class _AttendKernel(VllmTritonJitKernel["_AttendKernel.CompileKey"]):
         return [self.CompileKey(cache_dtype, latent, rotary, t) for t in dict.fromkeys(cut)]
 
     def warmup_inputs(self, compile_key: CompileKey) -> dict[str, Any]:
-        """Any inputs: nothing of them but the cache's dtype is part of the key."""
+        """Any inputs: nothing of them but the cache's and the parts' dtype is part of the key."""
         dtypes = {
             **dict.fromkeys(("query_ptr", "out_ptr"), torch.bfloat16),
             **dict.fromkeys(("topk_ptr", "counts_ptr", "arrivals_ptr"), torch.int32),
             "cache_ptr": compile_key.cache_dtype,
+            "partial_out_ptr": _parts_dtype(compile_key.tiling),
         }
         return {
             **{p: TritonWarmupTensor(dtypes.get(p, torch.float32)) for p in ATTEND_POINTERS},
@@ -101,7 +109,6 @@ class _AttendKernel(VllmTritonJitKernel["_AttendKernel.CompileKey"]):
             **arguments,
             "LATENT": latent_dim,
             "ROTARY": rotary_dim,
-            "QUERY_UNIT": _QUERY_UNIT,
             "BLOCK_H": tiling.heads,
             "BLOCK_N": tiling.keys,
             "MERGES": tiling.merges_in_launch,
@@ -124,15 +131,21 @@ class _MergeKernel(VllmTritonJitKernel["_MergeKernel.CompileKey"]):
 
         latent_dim: int
         block_keys: int
+        parts_dtype: torch.dtype
 
     def get_warmup_keys(self, dims: MlaDims, tilings: Iterable[Tiling]) -> list[CompileKey]:
-        """All variants of a layer: one for each number of keys that a block works on at a time."""
-        keys = dict.fromkeys(t.keys for t in tilings if not t.merges_in_launch)
-        return [self.CompileKey(dims.kv_lora_rank, n) for n in keys]
+        """All variants of a layer: by the keys that a block works on at a time, and the parts."""
+        merged = (t for t in tilings if not t.merges_in_launch)
+        found = dict.fromkeys((t.keys, _parts_dtype(t)) for t in merged)
+        return [self.CompileKey(dims.kv_lora_rank, *key) for key in found]
 
     def warmup_inputs(self, compile_key: CompileKey) -> dict[str, Any]:
-        """Any inputs: nothing of them is part of the key."""
-        dtypes = {"out_ptr": torch.bfloat16, "counts_ptr": torch.int32}
+        """Any inputs: nothing of them but the parts' dtype is part of the key."""
+        dtypes = {
+            "out_ptr": torch.bfloat16,
+            "counts_ptr": torch.int32,
+            "partial_out_ptr": compile_key.parts_dtype,
+        }
         return {
             **{p: TritonWarmupTensor(dtypes.get(p, torch.float32)) for p in MERGE_POINTERS},
             **dict.fromkeys(MERGE_INTEGERS, 2),
@@ -218,17 +231,18 @@ class TritonDecodeKernel:
         tokens, heads, _ = batch.query.shape
         latent = batch.dims.kv_lora_rank
         width = batch.topk.shape[1]
-        tiling = self._tiling or tiling_for(tokens, heads, self._rows or width)
+        tiling = self._tiling or tiling_for(
+            tokens, heads, self._rows or width, batch.cache_rows.element_size()
+        )
         splits = num_splits(tokens, heads, width, self._num_sms, tiling)
         rows = tokens * splits * heads
         partials = buffers.workspace.view(torch.float32)
         lse = batch.lse
         if lse is None:
             lse = torch.empty(tokens, heads, dtype=torch.float32, device=batch.query.device)
-        unit = _QUERY_UNIT if batch.cache_rows.dtype == torch.float8_e4m3fn else 1.0
-        scale = batch.softmax_scale * batch.query_scale * batch.cache_scale / unit
+        scale = batch.softmax_scale * batch.query_scale * batch.cache_scale
         shared = {
-            "partial_out_ptr": partials,
+            "partial_out_ptr": buffers.workspace.view(_parts_dtype(tiling)),
             "partial_lse_ptr": partials[rows * latent :] if splits > 1 else partials,
             "counts_ptr": batch.counts,
             "out_ptr": batch.out,

@@ -12,38 +12,39 @@ from ...kernels.base import LaunchBuffers, LaunchShape, SparseMlaBatch, SparseMl
 from ...kernels.split import clear_empty_rows
 from ...key_splits import arrival_bytes, partial_bytes
 from ...settings import KernelName
-from .. import check, floor
+from .. import check, floor, preferences
 from ..inputs import CACHES, DIMS, TOPK, Cache, make_cache, make_sets, set_bytes, with_ragged_rows
 from ..rows import Row
 from ..timing import number_of_sets
 from ..workbench import REFUSALS, Workbench
 
-#: Query heads of a DCP group: GLM-5.2's, DeepSeek-V3.2's.
-HEADS = (64, 128)
-#: Keys of a token that a rank holds: 4 ranks, 1.
-ROWS = (512, 2048)
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+#: Query heads of a DCP group, GLM-5.2's, and keys of a token that a rank holds: 4 ranks, 1.
+QUICK_SHAPES = ((64, 512), (64, 2048))
+#: DeepSeek-V3.2's heads, too.
+SHAPES = (*QUICK_SHAPES, (128, 512), (128, 2048))
+#: The dispatch is chosen over what ranks hold at DCP 8 and 2, too.
+_ALL_SHAPES = (*SHAPES, (64, 256), (64, 1024))
+TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 4096, 8192)
 _QUICK_TOKENS = (1, 16, 128, 1024)
 KERNELS: tuple[KernelName, ...] = ("triton_decode", "flashmla", "flash_attn3")
-#: How far behind the fastest the dispatch may be.
-BEHIND = 0.05
 
 
 def run(workbench: Workbench) -> Iterator[Row]:
-    """Rows of every shape; then where another kernel would be faster than the one dispatched to."""
+    """Rows of every shape; then where the dispatch is behind, and the table that would not be."""
     tokens = _QUICK_TOKENS if workbench.quick else TOKENS
-    heads_of = HEADS[:1] if workbench.quick else HEADS
+    shapes = QUICK_SHAPES if workbench.quick else _ALL_SHAPES
     mine = []
     for cache_name in CACHES:
         cache = make_cache(cache_name, workbench.device)
-        for heads in heads_of:
-            for rows in ROWS:
-                for number in tokens:
-                    for row in at_shape(workbench, "attention", cache, number, heads, rows):
-                        mine.append(row)
-                        yield row
+        for heads, rows in shapes:
+            for number in tokens:
+                for row in at_shape(workbench, "attention", cache, number, heads, rows):
+                    mine.append(row)
+                    yield row
         del cache
-    workbench.remarks += fastest(mine)
+    workbench.remarks += preferences.where_behind(mine)
+    if not workbench.quick:
+        workbench.remarks += preferences.suggested(mine)
 
 
 def at_shape(
@@ -137,26 +138,3 @@ def checked(kernel: SparseMlaKernel, batch: SparseMlaBatch, buffers: LaunchBuffe
         if (problem := check.problem_with(tried, kernel.lse_base)) is not None:
             return problem
     return None
-
-
-def fastest(rows: list[Row]) -> list[str]:
-    """Who is fastest at each shape, and by how much ours is behind where it is not."""
-    said = []
-    by_shape: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if row.us is not None:
-            by_shape.setdefault(row.shape, {})[row.provider] = row
-    for shape, timed in by_shape.items():
-        best = min(timed.values(), key=_us)
-        ours = timed.get("triton_decode")
-        if ours is None or best is ours:
-            continue
-        behind = _us(ours) / _us(best) - 1
-        if behind > BEHIND:
-            said.append(f"{shape}: {best.provider} is faster, triton_decode {behind:.0%} behind.")
-    return said
-
-
-def _us(row: Row) -> float:
-    assert row.us is not None
-    return row.us

@@ -91,7 +91,7 @@ def warmed(provider: str, config: Any, heads: int) -> list[tuple[Any, tuple[Any,
     from vllm.v1.attention.backends.mla import compressor_utils, indexer
 
     from ...indexer.chunk_kernel import CHUNK_BOUNDS_KERNEL
-    from ...kernels import triton_decode
+    from ...kernels import finish, triton_decode
     from ...key_splits import tilings_of
     from ..inputs import DIMS, TOPK
 
@@ -104,11 +104,14 @@ def warmed(provider: str, config: Any, heads: int) -> list[tuple[Any, tuple[Any,
         kernels.append((indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL, (config,)))
         return kernels
     kernels.append((CHUNK_BOUNDS_KERNEL, (1,)))
-    tilings = tilings_of(heads, TOPK // config.parallel_config.decode_context_parallel_size)
-    triton_decode.warm_up(
-        *(torch.bfloat16, DIMS, tilings),
-        lambda kernel, *arguments: kernels.append((kernel, arguments)),
-    )
+    rows = TOPK // config.parallel_config.decode_context_parallel_size
+    tilings = tilings_of(heads, rows, torch.bfloat16.itemsize)
+
+    def collect(kernel: Any, *arguments: Any) -> None:
+        kernels.append((kernel, arguments))
+
+    triton_decode.warm_up(torch.bfloat16, DIMS, tilings, collect)
+    finish.warm_up(DIMS, collect)
     return kernels
 
 

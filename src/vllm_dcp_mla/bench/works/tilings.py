@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -14,32 +15,39 @@ from ..candidates import CANDIDATES
 from ..inputs import CACHES, DIMS, Cache, make_cache
 from ..rows import Row
 from ..workbench import Workbench
-from .attention import HEADS, ROWS, checked, launch_all, make_batches, make_buffers
+from .attention import (
+    QUICK_SHAPES,
+    SHAPES,
+    checked,
+    launch_all,
+    make_batches,
+    make_buffers,
+)
 
-TOKENS = (1, 4, 16, 32, 64, 128, 1024)
+TOKENS = (1, 4, 16, 64)  # blocks of 64 heads win by far behind these
 _QUICK_TOKENS = (1, 16)
 
 
 def run(workbench: Workbench) -> Iterator[Row]:
     """Rows of every candidate; the best of each shape as a line for the table."""
     tokens = _QUICK_TOKENS if workbench.quick else TOKENS
-    heads_of = HEADS[:1] if workbench.quick else HEADS
+    shapes = QUICK_SHAPES if workbench.quick else SHAPES
     for cache_name, dtype in CACHES.items():
         _compile(dtype)
         cache = make_cache(cache_name, workbench.device)
-        for heads in heads_of:
-            for rows in ROWS:
-                for number in tokens:
-                    timed = _at_shape(workbench, cache, cache_name, number, heads, rows)
-                    yield from timed
-                    workbench.remarks += best_choice(timed)
+        for heads, rows in shapes:
+            for number in tokens:
+                timed = _at_shape(workbench, cache, cache_name, number, heads, rows)
+                yield from timed
+                workbench.remarks += best_choice(timed)
         del cache
 
 
 def _compile(dtype: torch.dtype) -> None:
     """Compiles all candidates, in parallel where vLLM can."""
     triton_decode.warm_up(
-        dtype, DIMS, CANDIDATES, lambda kernel, *arguments: kernel.warmup(*arguments)
+        *(dtype, DIMS, CANDIDATES[dtype.itemsize]),
+        lambda kernel, *arguments: kernel.warmup(*arguments),
     )
 
 
@@ -53,10 +61,12 @@ def _at_shape(
 ) -> list[Row]:
     sets = make_batches(workbench, cache, tokens, heads, rows)
     buffers = make_buffers(workbench)
+    element_bytes = cache.rows.element_size()
     kernels = {
-        str(t): triton_decode.TritonDecodeKernel(workbench.num_sms, rows, t) for t in CANDIDATES
+        str(t): triton_decode.TritonDecodeKernel(workbench.num_sms, rows, t)
+        for t in CANDIDATES[element_bytes]
     }
-    demand = floor.attention(tokens, heads, rows, element_bytes=cache.rows.element_size())
+    demand = floor.attention(tokens, heads, rows, element_bytes=element_bytes)
     row = partial(
         Row,
         "tilings",
@@ -78,9 +88,9 @@ def best_choice(rows: list[Row]) -> list[str]:
     if not times:
         return []
     best = min(times, key=lambda name: times[name])
-    tiling = next(t for t in CANDIDATES if str(t) == best)
+    tiling = next(t for choices in CANDIDATES.values() for t in choices if str(t) == best)
     sizes = rows[0].sizes
     default = times.get(str(Tiling()))
     lead = "" if default is None else f", {default:.1f} by default"
-    choice = f"Choice({sizes['tokens']}, {sizes['rows']}, {sizes['heads']}, {tiling!r}),"
-    return [f"{choice}  # {sizes['cache']}: {times[best]:.1f} us{lead}"]
+    scores = math.prod(int(sizes[name]) for name in ("tokens", "heads", "rows"))
+    return [f"Choice({scores}, {tiling!r}),  # {rows[0].shape}: {times[best]:.1f} us{lead}"]
