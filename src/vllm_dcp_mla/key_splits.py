@@ -29,10 +29,6 @@ class Tiling:
         splits: most parts of a token's keys.
         merges_in_launch: whether the last thread block of a token's heads merges their parts; a
             second launch does otherwise.
-        fp16_parts: whether partial results are kept in float16, and not in float32. A result is a
-            weighted mean of its parts: rounding them moves it by at most 2^-12 of the largest of
-            them, and 2^-25. They hold values up to 65,504, which normalised latents are far from.
-            In bf16 they would move it by 2^-9, past the tolerance of the tests.
     """
 
     heads: int = 64
@@ -42,7 +38,6 @@ class Tiling:
     blocks_per_sm: int = 1
     splits: int = 32
     merges_in_launch: bool = False
-    fp16_parts: bool = False
 
     def __post_init__(self) -> None:
         if self.blocks_per_sm * self.heads > PARTIAL_HEADS or self.splits > MAX_SPLITS:
@@ -53,10 +48,9 @@ class Tiling:
 
     def __str__(self) -> str:
         merge = "same launch" if self.merges_in_launch else "second launch"
-        parts = "fp16 parts" if self.fp16_parts else "parts"
         return (
             f"{self.heads} heads x {self.keys} keys, {self.warps} warps, {self.stages} stages, "
-            f"{self.blocks_per_sm} blocks an SM, {self.splits} {parts}, merged in the {merge}"
+            f"{self.blocks_per_sm} blocks an SM, {self.splits} parts, merged in the {merge}"
         )
 
 
@@ -154,7 +148,7 @@ def num_splits(num_tokens: int, num_heads: int, topk: int, num_sms: int, tiling:
 
 
 def partial_bytes(latent_dim: int, num_sms: int) -> int:
-    """Bytes of partial results and LSEs in float32, which suffice for every launch, of any model.
+    """Bytes of float32 partial results and LSEs that suffice for every launch, of any model.
 
     Follows from the bounds in :func:`num_splits` and of :class:`Tiling`.
     """

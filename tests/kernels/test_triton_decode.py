@@ -22,15 +22,12 @@ def kernel(num_sms=8, tiling=None):
     return TritonDecodeKernel(num_sms, tiling=tiling)
 
 
-#: Every size of a block, each merged in both ways, of either dtype; few parts and more than are
-#: unrolled.
+#: Every size of a block, each merged in both ways; few parts and more than are unrolled.
 TILINGS = [
     None,
     Tiling(heads=16, keys=16, blocks_per_sm=4, splits=64),
     Tiling(heads=16, keys=16, blocks_per_sm=4, splits=64, merges_in_launch=True),
     Tiling(heads=32, keys=32, blocks_per_sm=2, merges_in_launch=True),
-    Tiling(heads=16, keys=16, blocks_per_sm=4, splits=64, fp16_parts=True),
-    Tiling(heads=32, keys=32, blocks_per_sm=2, merges_in_launch=True, fp16_parts=True),
     Tiling(merges_in_launch=True),
 ]
 

@@ -8,12 +8,14 @@ from ..key_splits import Tiling
 #: read keys once and use the wide matrix instructions. Registers and shared memory of the blocks an
 #: SM that they name fit SM90, but for some bytes of spills (ptxas, Triton 3.6).
 #:
-#: Of fourteen with three stages and float32 parts these were the fastest of a shape by more than
-#: 4 % on an H200.
+#: Of fourteen with three stages these were the fastest of some shape on an H200; others were behind
+#: everywhere.
 _BOTH = (
     Tiling(),
-    *(Tiling(heads=32, fp16_parts=fp16) for fp16 in (False, True)),
-    *(Tiling(heads=16, blocks_per_sm=2, fp16_parts=fp16) for fp16 in (False, True)),
+    Tiling(merges_in_launch=True),
+    Tiling(heads=32),
+    Tiling(heads=16, blocks_per_sm=2),
+    Tiling(heads=16, keys=32, warps=4, blocks_per_sm=3, splits=64),
     Tiling(heads=16, warps=4, blocks_per_sm=2, merges_in_launch=True),
 )
 #: By bytes of a cache element. More stages where they fit: 64 keys of bf16 do not with 64 heads.

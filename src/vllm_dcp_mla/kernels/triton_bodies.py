@@ -159,7 +159,6 @@ def attend_kernel(  # type: ignore[no-untyped-def]
         partial = part.to(tl.int64) * heads + head
         partial_at = partial_out_ptr + partial[:, None] * LATENT + latent[None, :]
         partial_out = acc * (value_scale / total)[:, None]
-        partial_out = partial_out.to(partial_out_ptr.dtype.element_ty)
         tl.store(tl.multiple_of(partial_at, (1, 16)), partial_out, mask=held)
         tl.store(partial_lse_ptr + partial, top + tl.log2(total), mask=head < heads)
         if MERGES:
@@ -224,7 +223,7 @@ def _merge_block(  # type: ignore[no-untyped-def]
                 other=0.0,
                 cache_modifier=".cg",
             )
-            acc += merged.to(tl.float32) * (tl.exp2(lse - top) / total)[:, None]
+            acc += merged * (tl.exp2(lse - top) / total)[:, None]
         out_at = out_ptr + head[:, None] * out_head + latent[None, :]
         tl.store(tl.multiple_of(out_at, (1, 16)), acc.to(tl.bfloat16), mask=held[:, None])
     tl.store(lse_ptr + head, (top + tl.log2(total)) * 0.6931471805599453, mask=held)
@@ -271,7 +270,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         lse = tl.load(partial_lse_ptr + at, mask=some < parts, other=float("-inf"))
         out_at = partial_out_ptr + at[:, None] * LATENT + latent[None, :]
         out = tl.load(tl.multiple_of(out_at, (1, 16)), mask=(some < parts)[:, None], other=0.0)
-        acc += tl.sum(out.to(tl.float32) * (tl.exp2(lse - top) / total)[:, None], 0)
+        acc += tl.sum(out * (tl.exp2(lse - top) / total)[:, None], 0)
     tl.store(
         tl.multiple_of(out_ptr + token * out_token + head * out_head + latent, (16,)),
         acc.to(tl.bfloat16),

@@ -49,10 +49,6 @@ _MERGED_DIMS = 128  # of all heads of a block at a time, by its last thread bloc
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
 
-def _parts_dtype(tiling: Tiling) -> torch.dtype:
-    return torch.float16 if tiling.fp16_parts else torch.float32
-
-
 class _AttendKernel(VllmTritonJitKernel["_AttendKernel.CompileKey"]):
     """The first kernel as vLLM warms it."""
 
@@ -78,12 +74,11 @@ class _AttendKernel(VllmTritonJitKernel["_AttendKernel.CompileKey"]):
         return [self.CompileKey(cache_dtype, latent, rotary, t) for t in dict.fromkeys(cut)]
 
     def warmup_inputs(self, compile_key: CompileKey) -> dict[str, Any]:
-        """Any inputs: nothing of them but the cache's and the parts' dtype is part of the key."""
+        """Any inputs: nothing of them but the cache's dtype is part of the key."""
         dtypes = {
             **dict.fromkeys(("query_ptr", "out_ptr"), torch.bfloat16),
             **dict.fromkeys(("topk_ptr", "counts_ptr", "arrivals_ptr"), torch.int32),
             "cache_ptr": compile_key.cache_dtype,
-            "partial_out_ptr": _parts_dtype(compile_key.tiling),
         }
         return {
             **{p: TritonWarmupTensor(dtypes.get(p, torch.float32)) for p in ATTEND_POINTERS},
@@ -131,21 +126,15 @@ class _MergeKernel(VllmTritonJitKernel["_MergeKernel.CompileKey"]):
 
         latent_dim: int
         block_keys: int
-        parts_dtype: torch.dtype
 
     def get_warmup_keys(self, dims: MlaDims, tilings: Iterable[Tiling]) -> list[CompileKey]:
-        """All variants of a layer: by the keys that a block works on at a time, and the parts."""
-        merged = (t for t in tilings if not t.merges_in_launch)
-        found = dict.fromkeys((t.keys, _parts_dtype(t)) for t in merged)
-        return [self.CompileKey(dims.kv_lora_rank, *key) for key in found]
+        """All variants of a layer: one for each number of keys that a block works on at a time."""
+        keys = dict.fromkeys(t.keys for t in tilings if not t.merges_in_launch)
+        return [self.CompileKey(dims.kv_lora_rank, n) for n in keys]
 
     def warmup_inputs(self, compile_key: CompileKey) -> dict[str, Any]:
-        """Any inputs: nothing of them but the parts' dtype is part of the key."""
-        dtypes = {
-            "out_ptr": torch.bfloat16,
-            "counts_ptr": torch.int32,
-            "partial_out_ptr": compile_key.parts_dtype,
-        }
+        """Any inputs: nothing of them is part of the key."""
+        dtypes = {"out_ptr": torch.bfloat16, "counts_ptr": torch.int32}
         return {
             **{p: TritonWarmupTensor(dtypes.get(p, torch.float32)) for p in MERGE_POINTERS},
             **dict.fromkeys(MERGE_INTEGERS, 2),
@@ -242,7 +231,7 @@ class TritonDecodeKernel:
             lse = torch.empty(tokens, heads, dtype=torch.float32, device=batch.query.device)
         scale = batch.softmax_scale * batch.query_scale * batch.cache_scale
         shared = {
-            "partial_out_ptr": buffers.workspace.view(_parts_dtype(tiling)),
+            "partial_out_ptr": partials,
             "partial_lse_ptr": partials[rows * latent :] if splits > 1 else partials,
             "counts_ptr": batch.counts,
             "out_ptr": batch.out,
