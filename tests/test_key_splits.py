@@ -20,11 +20,7 @@ from vllm_dcp_mla.key_splits import (
 )
 
 SHAPES = (st.integers(0, 5000), st.integers(1, 300), st.integers(1, 4096), st.integers(1, 160))
-CACHES = st.sampled_from(sorted(CHOICES))
-TILINGS = [
-    *(c.tiling for choices in CHOICES.values() for c in choices),
-    *(t for candidates in CANDIDATES.values() for t in candidates),
-]
+TILINGS = [*{c.tiling for c in CHOICES}, *CANDIDATES]
 
 
 @given(*SHAPES, st.sampled_from(TILINGS))
@@ -74,10 +70,9 @@ def test_a_tiling_that_its_memory_does_not_hold_is_refused():
             Tiling(**wrong)
 
 
-@given(*SHAPES[:3], CACHES)
-def test_every_launch_has_a_tiling_and_it_is_warmed(tokens, heads, rows, element_bytes):
-    tilings = tilings_of(heads, rows, element_bytes)
-    assert tiling_for(max(tokens, 1), heads, rows, element_bytes) in tilings
+@given(*SHAPES[:3])
+def test_every_launch_has_a_tiling_and_it_is_warmed(tokens, heads, rows):
+    assert tiling_for(tokens, heads, rows) in tilings_of(heads, rows)
 
 
 def test_the_first_choice_that_holds_is_taken(monkeypatch):
@@ -88,12 +83,12 @@ def test_the_first_choice_that_holds_is_taken(monkeypatch):
         Choice(64 * 64 * 512 + 1, few),
         Choice(ANY, rest),
     )
-    monkeypatch.setattr(key_splits, "CHOICES", {2: choices})
-    assert [tiling_for(t, 64, 512, 2) for t in (1, 8, 9, 64, 65)] == [few, few, small, small, rest]
-    assert [tiling_for(t, 128, 2048, 2) for t in (1, 2, 8, 9)] == [few, small, small, rest]
-    assert tilings_of(64, 512, 2) == (few, small, rest)
-    assert tilings_of(128, 4096, 2) == (small, few, rest)
-    assert tilings_of(128, 1 << 20, 2) == (rest,)
+    monkeypatch.setattr(key_splits, "CHOICES", choices)
+    assert [tiling_for(t, 64, 512) for t in (1, 8, 9, 64, 65)] == [few, few, small, small, rest]
+    assert [tiling_for(t, 128, 2048) for t in (1, 2, 8, 9)] == [few, small, small, rest]
+    assert tilings_of(64, 512) == (few, small, rest)
+    assert tilings_of(128, 4096) == (small, few, rest)
+    assert tilings_of(128, 1 << 20) == (rest,)
 
 
 @pytest.mark.parametrize(
@@ -106,4 +101,4 @@ def test_the_first_choice_that_holds_is_taken(monkeypatch):
     ],
 )
 def test_tilings_are_the_fastest_that_were_measured(tokens, heads, rows, block):
-    assert {tiling_for(tokens, heads, rows, n).heads for n in CHOICES} == {block}
+    assert tiling_for(tokens, heads, rows).heads == block

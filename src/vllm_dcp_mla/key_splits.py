@@ -23,8 +23,7 @@ class Tiling:
             instructions need 64.
         keys: keys it works on at a time, a power of 2 of at least 16.
         warps: warps of a thread block.
-        stages: of Triton's pipeline, which follows an index and then its key: 3 fetch a block of
-            keys while the one before is multiplied, 5 two of them; 4 are 3.
+        stages: blocks of keys under way from memory.
         blocks_per_sm: thread blocks that run at once on an SM where keys are split.
         splits: most parts of a token's keys.
         merges_in_launch: whether the last thread block of a token's heads merges their parts; a
@@ -92,36 +91,28 @@ ANY = 1 << 62  # more than any launch has
 #:
 #: All of these cross at the same products of tokens, heads and rows. A merge in the same launch is
 #: ahead by more than 3 % at 32 and 64 tokens of 512 rows only, where other kernels are faster yet.
-#:
-#: Of fp8_e4m3 keys 3 stages fetch nothing ahead in blocks of 64 heads (Triton's code for sm_90: the
-#: next copy is issued after the last use and waited for at once), 5 do; that is not measured yet.
-_FEW = (
+CHOICES: tuple[Choice, ...] = (
     Choice(1 << 17, Tiling(heads=16, blocks_per_sm=2)),
     Choice(1 << 19, Tiling(heads=32)),
+    Choice(ANY, Tiling()),
 )
-CHOICES: dict[int, tuple[Choice, ...]] = {  # by bytes of a cache element
-    2: (*_FEW, Choice(ANY, Tiling())),
-    1: (*_FEW, Choice(ANY, Tiling(stages=5))),
-}
 
 
-def tiling_for(num_tokens: int, num_heads: int, rows: int, element_bytes: int) -> Tiling:
+def tiling_for(num_tokens: int, num_heads: int, rows: int) -> Tiling:
     """The tiling of a launch, from shapes alone.
 
     Args:
         num_tokens: tokens of the launch.
         num_heads: query heads.
         rows: keys that a token is expected to have here.
-        element_bytes: of the cache.
     """
     scores = num_tokens * num_heads * rows
-    return next(c.tiling for c in CHOICES[element_bytes] if scores <= c.scores)
+    return next(c.tiling for c in CHOICES if scores <= c.scores)
 
 
-def tilings_of(num_heads: int, rows: int, element_bytes: int) -> tuple[Tiling, ...]:
+def tilings_of(num_heads: int, rows: int) -> tuple[Tiling, ...]:
     """Every tiling that launches of a layer may use, each once."""
-    choices = CHOICES[element_bytes]
-    return tuple(dict.fromkeys(c.tiling for c in choices if num_heads * rows <= c.scores))
+    return tuple(dict.fromkeys(c.tiling for c in CHOICES if num_heads * rows <= c.scores))
 
 
 def head_blocks(num_heads: int, block_heads: int = PARTIAL_HEADS) -> int:

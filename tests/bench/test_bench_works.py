@@ -223,13 +223,12 @@ def test_tilings_from_their_caches_to_their_remarks(narrow, monkeypatch):
     real = inputs.make_cache
     monkeypatch.setattr(tilings, "make_cache", lambda *a: real(*a, rows=1 << 10))
     monkeypatch.setattr(tilings, "_compile", lambda dtype: None)  # interpreted kernels are not
-    two = {n: candidates[:2] for n, candidates in tilings.CANDIDATES.items()}
-    monkeypatch.setattr(tilings, "CANDIDATES", two)
+    monkeypatch.setattr(tilings, "CANDIDATES", tilings.CANDIDATES[:2])
     monkeypatch.setattr(tilings, "_QUICK_TOKENS", (1,))
     monkeypatch.setattr(tilings, "QUICK_SHAPES", ((16, 60),))
     run = workbench()
     rows = list(tilings.run(run))
-    assert len(rows) == 2 * 2
+    assert len(rows) == 2 * len(tilings.CANDIDATES)
     assert [r.problem or r.note for r in rows] == [None] * len(rows)
     assert [line.startswith("Choice(960, Tiling(") for line in run.remarks] == [True] * 2
 
@@ -321,21 +320,19 @@ def test_the_best_tiling_is_said_as_a_line_of_the_table():
 
     sizes = {"tokens": 16, "rows": 512, "heads": 64, "cache": "bf16"}
     rows = [
-        Row("tilings", "shape", str(t), us=20.0 - n, sizes=sizes)
-        for n, t in enumerate(CANDIDATES[2])
+        Row("tilings", "shape", str(t), us=20.0 - n, sizes=sizes) for n, t in enumerate(CANDIDATES)
     ]
     (line,) = best_choice(rows)
     code, _, comment = line.partition(",  # ")
-    assert eval(code) == Choice(16 * 512 * 64, CANDIDATES[2][-1])
-    assert comment == f"shape: {20 - len(CANDIDATES[2]) + 1:.1f} us, 20.0 by default"
+    assert eval(code) == Choice(16 * 512 * 64, CANDIDATES[-1])
+    assert comment == f"shape: {20 - len(CANDIDATES) + 1:.1f} us, 20.0 by default"
     assert best_choice([Row("tilings", "", "x", note="did not run")]) == []
 
 
 def test_candidates_are_told_apart():
     from vllm_dcp_mla.bench.candidates import CANDIDATES
 
-    for candidates in CANDIDATES.values():
-        assert len({str(t) for t in candidates}) == len(candidates)
+    assert len({str(t) for t in CANDIDATES}) == len(CANDIDATES)
 
 
 def test_growth_is_fitted_by_what_it_varies():

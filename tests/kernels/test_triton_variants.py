@@ -30,7 +30,6 @@ from vllm_dcp_mla.key_splits import Tiling
 TARGET = GPUTarget("cuda", 90, 32)
 DIMS = MlaDims(512, 192, 64)
 SECOND = (Tiling(),)
-FP8 = (Tiling(stages=5),)
 LAST = (Tiling(heads=16, warps=4, merges_in_launch=True),)
 draw = random.Random(0)
 
@@ -66,7 +65,7 @@ for name, launcher, pointers, integers, keys in (
     ("attend bf16", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
      ours.ATTEND_KERNEL.get_warmup_keys(torch.bfloat16, DIMS, SECOND)),
     ("attend fp8", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
-     ours.ATTEND_KERNEL.get_warmup_keys(torch.float8_e4m3fn, DIMS, FP8)),
+     ours.ATTEND_KERNEL.get_warmup_keys(torch.float8_e4m3fn, DIMS, SECOND)),
     ("attend and merge", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
      ours.ATTEND_KERNEL.get_warmup_keys(torch.bfloat16, DIMS, LAST)),
     ("merge", ours.MERGE_KERNEL, ours.MERGE_POINTERS, ours.MERGE_INTEGERS,
@@ -106,9 +105,7 @@ for name, launcher, pointers, integers, keys in (
         "barriers_before_arrival": ptx[: ptx.find("atom.")].count("bar.sync"),
         "arrival": re.findall(r"atom\\.[a-z0-9_.]*add[a-z0-9_.]*", ptx),
         "past_l1": len(re.findall(r"ld\\.global\\.cg\\.v4", ptx)),
-        "wgmma": len(products := re.findall(r"wgmma\\.mma_async[^;]*;", ptx)),
-        "from_registers": sum(bool(re.search(r"\\},\\s*\\{", p)) for p in products),
-        "fp8_pairs": len(re.findall(r"cvt\\.[a-z0-9.]*e4m3x2", ptx)),
+        "wgmma": len(re.findall(r"wgmma\\.mma_async", ptx)),
     }
 print("REPORT " + json.dumps(report))
 """
@@ -144,13 +141,6 @@ def test_it_fits_a_multiprocessor_and_reads_rows_in_pieces_of_16_bytes(report, k
     assert found["wide_copies"] % of_a_block == 0
     assert found["narrow_loads"] == 0
     assert found["wgmma"] > 0
-
-
-def test_queries_stay_in_shared_memory_and_fp8_keys_are_converted_once(report):
-    """From registers come weights, 4 x 16 keys, and a converted rotary query, 2 x 64 / 16."""
-    assert report["attend bf16"]["from_registers"] == 4
-    assert report["attend fp8"]["from_registers"] <= 4 + 8
-    assert report["attend fp8"]["fp8_pairs"] == 64 * 576 // (8 * 32 * 2)
 
 
 def test_partial_results_are_read_in_pieces_of_16_bytes(report):

@@ -76,10 +76,7 @@ class DcpFlashAttnMLASparseImpl(
         self._rows = self._shape.topk // config.parallel_config.decode_context_parallel_size
         self._kernels = {heads: self._choose_kernels(heads)}
         self.kernel_names = self._kernels[heads].names
-        element_bytes = self._shape.cache_dtype.itemsize
-        tilings = dict.fromkeys(
-            t for n in (heads, self.num_heads) for t in tilings_of(n, self._rows, element_bytes)
-        )
+        tilings = {t: None for n in (heads, self.num_heads) for t in tilings_of(n, self._rows)}
         self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
         compiled = partial(warm, config, device)
         triton_decode.warm_up(self._shape.cache_dtype, self._shape.dims, tilings, compiled)

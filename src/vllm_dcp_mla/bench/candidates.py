@@ -6,11 +6,10 @@ from ..key_splits import Tiling
 
 #: Small blocks of heads share keys through the L2 and leave few partial results each; blocks of 64
 #: read keys once and use the wide matrix instructions. Registers and shared memory of the blocks an
-#: SM that they name fit SM90, but for some bytes of spills (ptxas, Triton 3.6).
+#: SM that they name fit SM90, but for some bytes of spills (ptxas, Triton 3.8).
 #:
-#: Of fourteen with three stages these were the fastest of some shape on an H200; others were behind
-#: everywhere.
-_BOTH = (
+#: Of fourteen these were the fastest of some shape on an H200; others were behind everywhere.
+CANDIDATES: tuple[Tiling, ...] = (
     Tiling(),
     Tiling(merges_in_launch=True),
     Tiling(heads=32),
@@ -18,8 +17,3 @@ _BOTH = (
     Tiling(heads=16, keys=32, warps=4, blocks_per_sm=3, splits=64),
     Tiling(heads=16, warps=4, blocks_per_sm=2, merges_in_launch=True),
 )
-#: By bytes of a cache element. More stages where they fit: 64 keys of bf16 do not with 64 heads.
-CANDIDATES: dict[int, tuple[Tiling, ...]] = {
-    2: (*_BOTH, Tiling(heads=32, stages=5), Tiling(keys=32, stages=7, splits=64)),
-    1: (*_BOTH, Tiling(stages=5), Tiling(keys=32, stages=5, splits=64)),
-}

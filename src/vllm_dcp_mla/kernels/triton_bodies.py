@@ -26,7 +26,7 @@ def _share_of_keys(count, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-unt
     return tl.cdiv(tl.cdiv(count, splits), BLOCK_N) * BLOCK_N
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _unit_of(peak):  # type: ignore[no-untyped-def]
     """The power of 2 that makes numbers up to ``peak``, float32, smaller than 2; its reciprocal.
 

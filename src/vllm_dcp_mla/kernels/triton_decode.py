@@ -220,9 +220,7 @@ class TritonDecodeKernel:
         tokens, heads, _ = batch.query.shape
         latent = batch.dims.kv_lora_rank
         width = batch.topk.shape[1]
-        tiling = self._tiling or tiling_for(
-            tokens, heads, self._rows or width, batch.cache_rows.element_size()
-        )
+        tiling = self._tiling or tiling_for(tokens, heads, self._rows or width)
         splits = num_splits(tokens, heads, width, self._num_sms, tiling)
         rows = tokens * splits * heads
         partials = buffers.workspace.view(torch.float32)

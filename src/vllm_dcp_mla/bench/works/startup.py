@@ -104,8 +104,7 @@ def warmed(provider: str, config: Any, heads: int) -> list[tuple[Any, tuple[Any,
         kernels.append((indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL, (config,)))
         return kernels
     kernels.append((CHUNK_BOUNDS_KERNEL, (1,)))
-    rows = TOPK // config.parallel_config.decode_context_parallel_size
-    tilings = tilings_of(heads, rows, torch.bfloat16.itemsize)
+    tilings = tilings_of(heads, TOPK // config.parallel_config.decode_context_parallel_size)
 
     def collect(kernel: Any, *arguments: Any) -> None:
         kernels.append((kernel, arguments))

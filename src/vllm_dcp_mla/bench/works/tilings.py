@@ -46,8 +46,7 @@ def run(workbench: Workbench) -> Iterator[Row]:
 def _compile(dtype: torch.dtype) -> None:
     """Compiles all candidates, in parallel where vLLM can."""
     triton_decode.warm_up(
-        *(dtype, DIMS, CANDIDATES[dtype.itemsize]),
-        lambda kernel, *arguments: kernel.warmup(*arguments),
+        dtype, DIMS, CANDIDATES, lambda kernel, *arguments: kernel.warmup(*arguments)
     )
 
 
@@ -61,12 +60,10 @@ def _at_shape(
 ) -> list[Row]:
     sets = make_batches(workbench, cache, tokens, heads, rows)
     buffers = make_buffers(workbench)
-    element_bytes = cache.rows.element_size()
     kernels = {
-        str(t): triton_decode.TritonDecodeKernel(workbench.num_sms, rows, t)
-        for t in CANDIDATES[element_bytes]
+        str(t): triton_decode.TritonDecodeKernel(workbench.num_sms, rows, t) for t in CANDIDATES
     }
-    demand = floor.attention(tokens, heads, rows, element_bytes=element_bytes)
+    demand = floor.attention(tokens, heads, rows, element_bytes=cache.rows.element_size())
     row = partial(
         Row,
         "tilings",
@@ -88,7 +85,7 @@ def best_choice(rows: list[Row]) -> list[str]:
     if not times:
         return []
     best = min(times, key=lambda name: times[name])
-    tiling = next(t for choices in CANDIDATES.values() for t in choices if str(t) == best)
+    tiling = next(t for t in CANDIDATES if str(t) == best)
     sizes = rows[0].sizes
     default = times.get(str(Tiling()))
     lead = "" if default is None else f", {default:.1f} by default"
