@@ -1,14 +1,12 @@
 """Our Triton kernel, interpreted; the same bodies run compiled in tests/gpu."""
 
-import math
-
 import pytest
 
 torch = pytest.importorskip("torch")
-from hypothesis import Phase, given, settings  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from kernel_batches import NOPE, ROPE, expected, make_batch, make_partials  # noqa: E402
-from kernel_checks import CACHES, LSE, agrees_with_float64, check  # noqa: E402
+from kernel_batches import NOPE, ROPE, make_batch, make_partials  # noqa: E402
+from kernel_checks import CACHES, agrees_with_float64, check  # noqa: E402
 
 from release_marks import serves_hopper  # noqa: E402
 from vllm_dcp_mla.key_splits import Tiling  # noqa: E402
@@ -50,46 +48,13 @@ def test_agrees_with_float64(tokens, heads, topk, cache, dims, num_sms, tiling, 
     )
 
 
-@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
-@given(
-    st.lists(st.sampled_from([1e-6, 1e-2, 1.0, 1e4, 1e7]), min_size=1, max_size=6),
-    st.sampled_from([1.0, 1e-3, 1e-6]),
-    st.sampled_from(TILINGS),
-    st.integers(0, 2**31),
-)
-def test_queries_of_any_size_on_an_fp8_cache(sizes, spread, tiling, seed):
-    """A magnitude a head, times another for some of its elements; products are in float16."""
-    batch = make_batch(
-        *(2, len(sizes), 100), dtype=CACHES["fp8_e4m3"], query_dtype=torch.bfloat16, seed=seed
-    )
-    heads = torch.tensor(sizes)[:, None].repeat(1, 576)
-    heads[:, ::3] *= spread
-    batch.query.copy_(batch.query * heads)
-    kernel(8, tiling).launch(batch, make_partials(8))
-    out, lse = expected(batch)
-    # Scores of 10,000 are off by 0.01 in float32, and so are weights of keys that nearly tie.
-    torch.testing.assert_close(batch.out.double(), out, rtol=2**-7, atol=4e-2)
-    torch.testing.assert_close(batch.lse.double(), lse * math.log(2.0), **LSE)
-
-
 @pytest.mark.parametrize("num_sms", [1, 8])
 @pytest.mark.parametrize("tiling", [TILINGS[0], TILINGS[-1]])
-@pytest.mark.parametrize(
-    ("where", "cache"),
-    # Interpreted, an fp8 NaN reads as 480; tests/gpu has that one.
-    [
-        (w, c)
-        for w in ("nan", "inf", "key")
-        for c in sorted(CACHES)
-        if (w, c) != ("key", "fp8_e4m3")
-    ],
-)
-def test_what_is_no_number_is_not_hidden(num_sms, tiling, where, cache):
-    batch = make_batch(
-        *(2, 9, 200), counts=[200, 0], dtype=CACHES[cache], query_dtype=torch.bfloat16
-    )
-    if where != "key":
-        batch.query[0, 3, 7] = float(where)
+@pytest.mark.parametrize("where", ["query", "key"])
+def test_what_is_no_number_is_not_hidden(num_sms, tiling, where):
+    batch = make_batch(2, 9, 200, counts=[200, 0])
+    if where == "query":
+        batch.query[0, 3, 7] = float("nan")
     else:
         batch.cache_rows[batch.topk[0, 150], 7] = float("nan")
     kernel(num_sms, tiling).launch(batch, make_partials(8))

@@ -26,18 +26,6 @@ def _share_of_keys(count, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-unt
     return tl.cdiv(tl.cdiv(count, splits), BLOCK_N) * BLOCK_N
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _unit_of(peak):  # type: ignore[no-untyped-def]
-    """The power of 2 that makes numbers up to ``peak``, float32, smaller than 2; its reciprocal.
-
-    Of what is not finite, the largest.
-    """
-    exponent = (peak.to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    unit = (exponent << 23).to(tl.float32, bitcast=True)
-    return unit, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-
-
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=ATTEND_INTEGERS, do_not_specialize_on_alignment=ATTEND_POINTERS
 )
@@ -65,6 +53,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     value_scale,
     LATENT: tl.constexpr,  # noqa: N803
     ROTARY: tl.constexpr,  # noqa: N803
+    QUERY_UNIT: tl.constexpr,  # noqa: N803
     BLOCK_H: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
     MERGES: tl.constexpr,  # noqa: N803
@@ -96,30 +85,15 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     # Alignment is promised to the compiler here, and checked before the launch.
     query_at = query_ptr + token * query_token + head[:, None] * query_head
     query = tl.load(tl.multiple_of(query_at + latent[None, :], (1, 16)), mask=held, other=0.0)
+    if kind == tl.float16:
+        query = (query.to(tl.float32) * QUERY_UNIT).to(kind)
     if ROTARY > 0:
         rotary = LATENT + tl.arange(0, ROTARY)
         query_rot = tl.load(
             tl.multiple_of(query_at + rotary[None, :], (1, 16)), mask=held, other=0.0
         )
-    if kind == tl.float16:
-        peak = tl.max(tl.abs(query.to(tl.float32)), 1)
-        if ROTARY > 0:
-            peak = tl.maximum(peak, tl.max(tl.abs(query_rot.to(tl.float32)), 1))
-        unit, units = _unit_of(peak)
-        query = (query.to(tl.float32) * units[:, None]).to(kind)
-        if ROTARY > 0:
-            query_rot = (query_rot.to(tl.float32) * units[:, None]).to(kind)
-        score_scale = (score_scale * unit)[:, None]
-        if BLOCK_H >= 64:
-            # A converted operand of the wide instructions would be kept in 128 registers a thread,
-            # and spill; what comes from memory is kept in shared memory. It passes through this
-            # block's rows of the output, which all parts of a token fill alike, and the result
-            # overwrites.
-            kept_at = out_ptr + token * out_token + head[:, None] * out_head + latent[None, :]
-            kept_at = tl.multiple_of(kept_at, (1, 16))
-            tl.store(kept_at, query.to(tl.bfloat16, bitcast=True), mask=held)
-            tl.debug_barrier()
-            query = tl.load(kept_at.to(tl.pointer_type(kind), bitcast=True), mask=held, other=0.0)
+        if kind == tl.float16:
+            query_rot = (query_rot.to(tl.float32) * QUERY_UNIT).to(kind)
 
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)

@@ -5,13 +5,9 @@ cache is read once for all of them. Where a batch is too small to fill the GPU, 
 are split. Their parts are merged by a second kernel, or by the thread block of those heads that
 comes last; how work is cut is :mod:`..key_splits`' to say.
 
-fp8_e4m3 keys are exact in float16, to which one instruction converts two of them; to bf16 there is
-none. Their products are in float16, too, which has three bits more than bf16: weights, between 0
-and 1, are rounded by 2^-12 of themselves in place of 2^-9. Queries have bf16's range: those of a
-head are divided by the power of 2 that makes the largest smaller than 2, and the scores multiplied
-by it again in float32. That is exact for elements above 2^-14 of the largest; smaller ones are
-rounded to multiples of 2^-24 of it, less than the float32 sum of the products loses. The scale of
-the keys is left out of the products and put into the softmax' scale and the result.
+fp8 keys are exact in float16, which also holds the softmax' weights better than bf16 does. Their
+scale is left out of the products and put into the softmax' scale and the result. Queries are
+divided by 16 for it, without loss: they would have to be above a million to overflow.
 
 Nothing that varies at run time is compiled for: one variant per cache dtype, head dims and tiling.
 """
@@ -44,6 +40,7 @@ from .triton_bodies import (
 )
 
 _ALIGNMENT = 16  # bytes; rows are read and written in pieces of this size
+_QUERY_UNIT = 1 / 16  # of an fp8 cache's queries in float16
 _MERGED_AT_ONCE = 8  # parts, by the second kernel
 _MERGED_DIMS = 128  # of all heads of a block at a time, by its last thread block
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
@@ -104,6 +101,7 @@ class _AttendKernel(VllmTritonJitKernel["_AttendKernel.CompileKey"]):
             **arguments,
             "LATENT": latent_dim,
             "ROTARY": rotary_dim,
+            "QUERY_UNIT": _QUERY_UNIT,
             "BLOCK_H": tiling.heads,
             "BLOCK_N": tiling.keys,
             "MERGES": tiling.merges_in_launch,
@@ -227,7 +225,8 @@ class TritonDecodeKernel:
         lse = batch.lse
         if lse is None:
             lse = torch.empty(tokens, heads, dtype=torch.float32, device=batch.query.device)
-        scale = batch.softmax_scale * batch.query_scale * batch.cache_scale
+        unit = _QUERY_UNIT if batch.cache_rows.dtype == torch.float8_e4m3fn else 1.0
+        scale = batch.softmax_scale * batch.query_scale * batch.cache_scale / unit
         shared = {
             "partial_out_ptr": partials,
             "partial_lse_ptr": partials[rows * latent :] if splits > 1 else partials,
