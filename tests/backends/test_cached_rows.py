@@ -1,5 +1,6 @@
 """Keys under PCP with DCP: exchanged as they are cached, byte for byte what one rank caches."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -24,18 +25,12 @@ PREFIX = "model.layers.0.self_attn.indexer.k_cache"
 
 @pytest.fixture
 def attention(monkeypatch):
-    """vLLM's module of the model, wrapped; stock's functions come back after the test."""
+    """vLLM's module of the model, to wrap; stock's functions come back after the test."""
     from vllm.models.deepseek_v32 import attention
 
-    from vllm_dcp_mla.backends import cached_rows
-
-    monkeypatch.setattr(cached_rows, "_index_caches", set())
-    for holder, name in (
-        (attention, "fused_norm_rope"),
-        (attention, "sparse_attn_indexer"),
-        (attention.DeepseekV32Attention, "forward"),
-    ):
-        monkeypatch.setattr(holder, name, getattr(holder, name))
+    for name in ("fused_norm_rope", "sparse_attn_indexer"):
+        monkeypatch.setattr(attention, name, getattr(attention, name))
+    monkeypatch.setattr(attention.DeepseekV32Attention, "forward", lambda self, work: work())
     return attention
 
 
@@ -94,17 +89,11 @@ def norm_rope(function, tokens, dtype, *, indexer=True, **cached):
 
 def through(attention, one, tokens, dtype, **options):
     """What the wrapped kernel writes while a layer's forward runs."""
-    found = {}
-
-    def forward(self, *args, **kwargs):
-        found["it"] = norm_rope(attention.fused_norm_rope, tokens, dtype, **options)
-
     from vllm_dcp_mla.backends import cached_rows
 
-    attention.DeepseekV32Attention.forward = forward
     assert cached_rows.install()
-    attention.DeepseekV32Attention.forward(one, None, None)
-    return found["it"]
+    work = functools.partial(norm_rope, attention.fused_norm_rope, tokens, dtype, **options)
+    return attention.DeepseekV32Attention.forward(one, work)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64])
@@ -175,7 +164,8 @@ def test_keys_of_all_ranks_are_stored_as_they_came(attention, monkeypatch, decod
     told = []
     attention.sparse_attn_indexer = lambda *args, **kwargs: told.append((args, kwargs)) or "top-k"
     cached_rows.install()
-    cached_rows._index_caches.add(PREFIX)
+    one = layer("bfloat16")
+    through(attention, one, 5, "bfloat16")  # which says that keys come as they are cached
     mine, others = bytes_of(5, 256), bytes_of(5, 256)
     group = SimpleNamespace(
         world_size=2,
@@ -186,7 +176,9 @@ def test_keys_of_all_ranks_are_stored_as_they_came(attention, monkeypatch, decod
     slots = torch.randperm(BLOCK * BLOCKS)[:10]
     slots[8] = -1  # another rank's shard
     metadata = SimpleNamespace(slot_mapping=slots, num_decode_tokens=decodes)
-    context = SimpleNamespace(attn_metadata={PREFIX: metadata})
+    context = SimpleNamespace(
+        attn_metadata={PREFIX: metadata}, no_compile_layers={PREFIX: one.indexer.k_cache}
+    )
     monkeypatch.setattr(cached_rows, "get_forward_context", lambda: context)
     cache = bytes_of(BLOCKS, BLOCK, KEY_BYTES)
     before = cache.clone()
@@ -211,15 +203,20 @@ def test_keys_of_all_ranks_are_stored_as_they_came(attention, monkeypatch, decod
 
 @pytest.mark.parametrize("metadata", [None, {PREFIX: SimpleNamespace()}])
 def test_other_indexers_are_left_alone(attention, monkeypatch, metadata):
-    """Before there is metadata, and those whose layer exchanges what stock does."""
+    """Before there is metadata, and those whose layer exchanges what stock does.
+
+    Another engine of the process may have a layer of the same name.
+    """
     from vllm_dcp_mla.backends import cached_rows
 
     told = []
     attention.sparse_attn_indexer = lambda *args, **kwargs: told.append(kwargs)
     cached_rows.install()
-    if metadata is None:
-        cached_rows._index_caches.add(PREFIX)
-    context = SimpleNamespace(attn_metadata=metadata)
+    ours, theirs = layer("fp8_e4m3"), layer("fp8_e4m3", exchanges=False)
+    for one in (ours, theirs):
+        through(attention, one, 3, "fp8_e4m3")
+    caches = {PREFIX: (ours if metadata is None else theirs).indexer.k_cache}
+    context = SimpleNamespace(attn_metadata=metadata, no_compile_layers=caches)
     monkeypatch.setattr(cached_rows, "get_forward_context", lambda: context)
     attention.sparse_attn_indexer(
         None, PREFIX, None, None, None, torch.ones(3, INDEX), skip_k_cache_insert=False
@@ -283,9 +280,17 @@ def test_which_implementations_store_bytes(
         _custom_ops, "concat_and_cache_mla", lambda *args, **kwargs: converted.append(args[0])
     )
     rows, cache = bytes_of(3, 1024).view(torch.bfloat16), bytes_of(BLOCKS, BLOCK, 576)
-    impl.do_kv_cache_update(
-        rows, torch.ones(3, 1, ROPE), cache, torch.arange(3), cache_dtype, torch.ones(1), False
+    update = functools.partial(
+        impl.do_kv_cache_update,
+        *(rows, torch.ones(3, 1, ROPE), cache, torch.arange(3), cache_dtype, torch.ones(1), False),
     )
+    update()  # by a layer whose forward is not the one that is wrapped
+    assert len(converted) == 1
+    assert converted.pop() is rows
+    one = layer(cache_dtype)
+    one.impl = impl
+    through(attention, one, 3, cache_dtype)
+    update()
     if exchanges and cache_dtype == "fp8_e4m3":
         assert not converted
         assert torch.equal(cache.flatten(0, 1)[:3], rows.view(torch.uint8)[:, :576])

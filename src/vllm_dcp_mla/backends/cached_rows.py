@@ -7,6 +7,8 @@ writes bf16, which ranks exchange and then round once more.
 Guard: wraps ``DeepseekV32Attention.forward`` and two functions of its module. Layers with this
 package's classes under PCP and DCP have the fused kernel write the bytes of their cache over the
 bf16 tensors that are exchanged, which nothing else reads then: vLLM has no dense prefill there.
+Only what that kernel was seen to write so is stored so: a layer with a forward of its own, or of
+another engine of this process, goes on as on stock.
 ``VLLM_DCP_MLA_PCP_CACHED_ROWS=0`` leaves vLLM's exchange.
 Goes away when: vLLM exchanges what the cache holds, or float32.
 """
@@ -34,15 +36,18 @@ _SCALE_BYTES = 4
 
 #: The layer whose forward runs, where it exchanges cached rows.
 _layer: ContextVar[Any] = ContextVar("layer", default=None)
-#: Names of the index caches whose keys are exchanged so.
-_index_caches: set[str] = set()
+#: Of an index cache's module, once keys are exchanged so. Replayed graphs run no forward that could
+#: say so, and names are those of every engine.
+_KEYS_MARK = "dcp_mla_gets_cached_keys"
 
 
 class CachedRowsMixin:
     """Before an implementation of vLLM."""
 
-    #: Whether ranks exchange rows and index keys as they are cached.
+    #: Whether ranks are to exchange rows and index keys as they are cached.
     exchanges_cached_rows = False
+    #: Whether the fused kernel writes this layer's rows so.
+    gets_cached_rows = False
 
     def _exchange_cached_rows(self: Any, config: Any, device: torch.device) -> None:
         """Has this layer do so, where the model is one that can; while the model loads."""
@@ -64,8 +69,8 @@ class CachedRowsMixin:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Stores rows; those of a quantised cache are in ``kv_c_normed`` as they are cached."""
-        if self.exchanges_cached_rows and _holds_bytes(kv_cache_dtype):
+        """Stores rows; those that the fused kernel wrote as they are cached, as they came."""
+        if self.gets_cached_rows:
             if kv_cache.numel():
                 store_rows(kv_c_normed, kv_cache, slot_mapping.flatten())
             return
@@ -103,8 +108,6 @@ def _noting(stock: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(self.impl, "exchanges_cached_rows", False):
             return stock(self, *args, **kwargs)
-        if self.indexer is not None:
-            _index_caches.add(self.indexer.k_cache.prefix)
         token = _layer.set(self)
         try:
             return stock(self, *args, **kwargs)
@@ -132,11 +135,13 @@ def _rounding_once(stock: Any) -> Any:
                 "kv_c_out": None,
                 "k_pe_out": None,
             }
+            layer.impl.gets_cached_rows = True
         if (keys := kwargs.get("index_k_out")) is not None:
             written |= {
                 "indexer_k_cache": _as_cache(keys, keys.shape[1] + _SCALE_BYTES),
                 "index_k_out": None,
             }
+            setattr(layer.indexer.k_cache, _KEYS_MARK, True)
         if written:
             own = torch.arange(len(positions), device=positions.device)
             written |= {"slot_mapping": own, "indexer_slot_mapping": own}
@@ -164,8 +169,10 @@ def _storing(stock: Any) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        metadata = get_forward_context().attn_metadata
-        if k_cache_prefix in _index_caches and isinstance(metadata, dict) and k is not None:
+        context = get_forward_context()
+        metadata = context.attn_metadata
+        marked = getattr(context.no_compile_layers.get(k_cache_prefix), _KEYS_MARK, False)
+        if marked and isinstance(metadata, dict) and k is not None:
             _store_keys(metadata[k_cache_prefix], k, kv_cache, kwargs)
             kwargs["skip_k_cache_insert"] = True
         return stock(hidden_states, k_cache_prefix, kv_cache, q_quant, q_scale, k, *args, **kwargs)

@@ -146,6 +146,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol("vllm/config/compilation.py", "CUDAGraphMode.NONE", since=33),
     Symbol("vllm/forward_context.py", "get_forward_context", since=33),
+    Symbol("vllm/forward_context.py", "ForwardContext.attn_metadata", since=33),
+    Symbol("vllm/forward_context.py", "ForwardContext.no_compile_layers", since=33),
     Symbol(f"{_DSA_MODEL}/attention.py", "DeepseekV32Attention.forward", since=33),
     Symbol(
         f"{_DSA_MODEL}/common/kernels.py",
