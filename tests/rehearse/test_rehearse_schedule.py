@@ -219,9 +219,15 @@ def test_with_a_service_memory_and_cores_bound_the_engines(service, free, cores,
 
 
 def test_nothing_runs_beside_an_engine_that_watches_its_memory(service):
-    """A GPU's free memory is everybody's."""
+    """A GPU's free memory is everybody's; smaller engines than the largest watch it, too."""
     service(True, 64)
-    assert schedule.place(machine(140), 2, 2, packed=False, quiet=True).capacity == 2
+    placement = schedule.place(machine(140, 140), 4, 2, packed=False, quiet=True)
+    assert placement.take(2) == (0, 1)
+    assert placement.take(2) is placement.take(1) is None
+    placement.give_back((0, 1), 2)
+    assert placement.take(1) == (0,)
+    assert placement.take(2) is None
+    assert placement.take(1) == (1,)
 
 
 def test_too_little_memory_is_said(service):

@@ -17,11 +17,13 @@ class Placement:
         gpus: how many there are.
         ranks_per_gpu: of one engine; None for as few as its ranks need.
         capacity: ranks that a GPU takes at a time, of all engines.
+        quiet: a GPU takes ranks of one engine at a time.
     """
 
     gpus: int
     ranks_per_gpu: int | None
     capacity: int
+    quiet: bool = False
     _load: dict[int, int] = field(default_factory=dict)
 
     def share(self, ranks: int) -> int:
@@ -36,7 +38,7 @@ class Placement:
         parts = self._parts(ranks)
         order = sorted(range(self.gpus), key=lambda gpu: self._load.get(gpu, 0))
         chosen = tuple(sorted(order[: len(parts)]))
-        if len(chosen) < len(parts):
+        if len(chosen) < len(parts) or (self.quiet and any(map(self._load.get, chosen))):
             return None
         after = {g: self._load.get(g, 0) + n for g, n in zip(chosen, parts, strict=True)}
         if max(after.values()) > self.capacity:

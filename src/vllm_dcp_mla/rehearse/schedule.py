@@ -45,7 +45,7 @@ def place(
         largest: ranks of the largest engine.
         ranks_per_gpu: of the largest engine.
         packed: all engines have so many, even where their ranks could have a GPU each.
-        quiet: nothing runs beside the largest engine, which watches its GPU's memory.
+        quiet: nothing runs beside an engine, which watches its GPUs' memory.
 
     Raises:
         MachineError: the largest engine does not fit the free memory.
@@ -66,7 +66,7 @@ def place(
     ):  # else every further process makes all others wait for their turn
         cores = (os.cpu_count() or 1) // _CORES_PER_RANK // len(machine.gpus)
         room = max(share, min(fits, cores))
-    return Placement(len(machine.gpus), ranks_per_gpu if packed else None, room)
+    return Placement(len(machine.gpus), ranks_per_gpu if packed else None, room, quiet)
 
 
 def run(
