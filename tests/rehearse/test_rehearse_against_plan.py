@@ -120,6 +120,14 @@ def test_the_sum_may_be_two_percent_apart(spec):
             )
 
 
+def test_a_line_of_which_every_rank_holds_nothing_is_part_of_the_sum(spec):
+    ranks = ranks_of(spec)
+    for one in ranks:
+        one["held"]["lines"]["weights"] = 0
+    (problem, _) = compare(spec, ranks).problems
+    assert problem.startswith("the compared lines together: rank 0 holds ")
+
+
 def test_what_only_one_side_has_is_listed(spec):
     ranks = ranks_of(spec)
     for one in ranks:

@@ -269,7 +269,9 @@ def _summed(lines: Sequence[MemoryLine]) -> list[MemoryLine]:
     return [
         line
         for line in lines
-        if line.judged in ("bytes", "sum") and line.key != _BLOCK and any(line.held)
+        if line.judged in ("bytes", "sum")
+        and line.key != _BLOCK
+        and any(got is not None for got in line.held)
     ]
 
 
