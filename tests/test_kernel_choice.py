@@ -21,7 +21,8 @@ def test_what_is_not_there_is_passed_over(heads):
     )
     ours = (4 // blocks, OURS)
     assert kernels_by_tokens(heads, 2048, (OURS, SECOND)) == (ours, (ANY, SECOND))
-    assert kernels_by_tokens(heads, 2048, (OURS, FIRST)) == (ours, (ANY, FIRST))
+    assert kernels_by_tokens(heads, 2048, (OURS, FIRST)) == ((32 // blocks, OURS), (ANY, FIRST))
+    assert kernels_by_tokens(heads, 1024, (OURS, FIRST)) == ((16 // blocks, OURS), (ANY, FIRST))
     assert kernels_by_tokens(heads, 512, (OURS,)) == ((ANY, OURS),)
 
 

@@ -48,10 +48,12 @@ PREFERENCES: tuple[Preference, ...] = (
     Preference(512, ANY, "flashmla"),
     Preference(1024, 8, "triton_decode"),
     Preference(1024, 32, "flash_attn3"),
+    Preference(1024, 16, "triton_decode"),  # without flash_attn3
     Preference(1024, 512, "flashmla"),
     Preference(1024, ANY, "flash_attn3"),
     Preference(ANY, 4, "triton_decode"),
     Preference(ANY, 32, "flash_attn3"),
+    Preference(ANY, 32, "triton_decode"),  # without flash_attn3
     Preference(ANY, 48, "flashmla"),
     Preference(ANY, 64, "flash_attn3"),
     Preference(ANY, 1024, "flashmla"),

@@ -235,7 +235,7 @@ def test_rows_are_stored_at_their_slots(row_bytes, scale_bytes, tokens):
     rows = bytes_of(tokens, 1024).view(torch.bfloat16)
     slots = torch.randperm(BLOCK * BLOCKS)[:tokens]
     slots[tokens // 2] = -1
-    expected = cache.clone()
+    before, expected = cache.clone(), cache.clone()
     for row, slot in zip(rows.view(torch.uint8), slots.tolist(), strict=True):
         if slot >= 0:
             block, inside = divmod(slot, BLOCK)
@@ -246,6 +246,10 @@ def test_rows_are_stored_at_their_slots(row_bytes, scale_bytes, tokens):
     store_rows(rows, cache, slots, scale_bytes=scale_bytes)
     assert torch.equal(cache, expected)
     store_rows(rows[:0], cache, slots[:0])
+    padded = torch.cat((rows, bytes_of(3, 1024).view(torch.bfloat16)))
+    cache.copy_(before)
+    store_rows(padded, cache, slots, scale_bytes=scale_bytes)
+    assert torch.equal(cache, expected)
 
 
 @pytest.mark.parametrize(

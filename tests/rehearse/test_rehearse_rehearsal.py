@@ -335,3 +335,9 @@ def test_late_compilations_of_stocks_are_told(stage, monkeypatch):
     assert outcome.ok
     lines = report.remarks(outcome)
     assert f"{ONE.name} compiled while serving: vllm: k (Triton, vllm.x:1)." in lines
+
+
+@pytest.mark.parametrize("scores", ["normal", "heavy"])
+def test_other_scores_than_usual_are_told(stage, scores):
+    lines = report.remarks(replace(outcome_of(), scores=scores))
+    assert ("Indexers' scores were heavy." in lines) == (scores == "heavy")

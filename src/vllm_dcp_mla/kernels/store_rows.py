@@ -94,13 +94,14 @@ def store_rows(
 
     Args:
         rows: ``[T, N]`` of any dtype, contiguous rows; the first bytes of each are what a cache
-            row holds, its scales last.
+            row holds, its scales last. More rows than slots are padding, as for vLLM's own kernel.
         cache: ``[blocks, block_size, row bytes + scale_bytes]`` of a one-byte dtype. A block holds
             its rows one after the other, then their scales.
         slots: ``[T]`` int64, ``block * block_size + row in block``.
         scale_bytes: of a row; a multiple of 4, as row bytes are.
     """
-    if not len(rows):
+    num_tokens = min(len(rows), len(slots))
+    if not num_tokens:
         return
     words, blocks = rows.view(_WORD), cache.view(torch.uint8).view(_WORD)
     _, block_size, row_words = blocks.shape
@@ -113,5 +114,5 @@ def store_rows(
         block_size=block_size,
         block_stride=blocks.stride(0),
         key=STORE_ROWS_KERNEL.CompileKey(row_words - scale_words, scale_words),
-        num_tokens=len(rows),
+        num_tokens=num_tokens,
     )

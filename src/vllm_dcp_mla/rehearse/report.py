@@ -48,6 +48,8 @@ def remarks(outcome: Outcome) -> list[str]:
         late = engine.get("late_compiles", ())
         if late:
             lines.append(f"{name} compiled while serving: {'; '.join(late)}.")
+    if outcome.scores != "normal":
+        lines.append(f"Indexers' scores were {outcome.scores}.")
     lines += not_rehearsed(outcome)
     if outcome.folder is not None:
         lines.append(f"The logs are in {outcome.folder}.")
