@@ -9,10 +9,12 @@ from typing import get_args
 
 import pytest
 
+from release_marks import serves_hopper
 from vllm_dcp_mla.capability import TABLE
 from vllm_dcp_mla.settings import KernelChoice, KernelName, Settings
 
 NAMES = get_args(KernelName)
+HOPPERS = ("flashmla", "flash_attn3", "triton_decode")
 KERNELS = Path(__file__).parents[2] / "src/vllm_dcp_mla/kernels"
 
 
@@ -42,7 +44,9 @@ def test_the_setting_s_description_names_each():
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=serves_hopper if name in HOPPERS else ()) for name in NAMES]
+)
 def test_each_name_loads_its_class(monkeypatch, cpu_vllm, name):
     from vllm_dcp_mla.kernels import load_kernel
 
