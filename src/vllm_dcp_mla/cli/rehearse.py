@@ -50,7 +50,13 @@ def rehearse(
         str, typer.Option("--scores", help=f"Scores over keys: {', '.join(SCORES)}.")
     ] = "normal",
     ranks_per_gpu: Annotated[
-        str, typer.Option("--ranks-per-gpu", metavar="N", help="auto: as few as work.")
+        str,
+        typer.Option(
+            "--ranks-per-gpu",
+            metavar="N",
+            help="auto: as few as work. With a GPU each, KV budgets and vLLM's direct exchange "
+            "are rehearsed, too.",
+        ),
     ] = "auto",
     time_limit: Annotated[
         str, typer.Option("--time-limit", metavar="SECONDS", help="For each engine.")
