@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_dcp_mla import key_splits
@@ -71,6 +71,7 @@ def test_a_tiling_that_its_memory_does_not_hold_is_refused():
 
 
 @given(*SHAPES[:3])
+@example(tokens=0, heads=236, rows=556)
 def test_every_launch_has_a_tiling_and_it_is_warmed(tokens, heads, rows):
     assert tiling_for(tokens, heads, rows) in tilings_of(heads, rows)
 

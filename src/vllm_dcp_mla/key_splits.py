@@ -106,7 +106,7 @@ def tiling_for(num_tokens: int, num_heads: int, rows: int) -> Tiling:
         num_heads: query heads.
         rows: keys that a token is expected to have here.
     """
-    scores = num_tokens * num_heads * rows
+    scores = max(num_tokens, 1) * num_heads * rows
     return next(c.tiling for c in CHOICES if scores <= c.scores)
 
 
