@@ -7,6 +7,7 @@ from vllm_dcp_mla.bench import run
 from vllm_dcp_mla.bench.rows import Row
 from vllm_dcp_mla.bench.works import WORKS
 from vllm_dcp_mla.cli.main import main
+from vllm_dcp_mla.planner.request import RequestError
 
 MACHINE = {"gpu": None, "cpu_cores": 2, "versions": {"vllm": "0.33.0"}}
 
@@ -79,6 +80,29 @@ def test_a_page_that_cannot_be_drawn_is_refused_first(measured, capsys):
     assert main(["bench", "--plot", "x.txt"]) == 2
     assert measured.works is None
     assert "--plot is 'x.txt'" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_page(measured, capsys, tmp_path):
+    (folder := tmp_path / "x.png").mkdir()
+    assert main(["bench", "--plot", str(folder)]) == 1
+    assert measured.works is None
+    assert "which is a folder; name a file" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_said_where_it_cannot_be_drawn(
+    measured, capsys, tmp_path, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    measured.rows = [Row("split", "s", "p", us=3.0, spread=0.0)]
+
+    def draw(outcome, file):
+        raise RequestError([f"--plot cannot write {file}: no space."], 1)
+
+    monkeypatch.setattr("vllm_dcp_mla.bench.plot.draw", draw)
+    assert main(["bench", "--json", "--plot", str(tmp_path / "x.png")]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["rows"][0]["us"] == 3
+    assert "no space" in answer["problems"][0]
 
 
 def test_nothing_to_draw_is_said(measured, capsys, tmp_path):

@@ -12,6 +12,7 @@ from plans import DEFAULTS, PCP4_DCP4, keys, line, planned
 from vllm_dcp_mla.compat.libraries import ASSUMED
 from vllm_dcp_mla.compat.releases import release_of
 from vllm_dcp_mla.gather_plan import DEFAULT_GATHER_LIMIT_BYTES
+from vllm_dcp_mla.indexer.exchange import exchange_bytes
 from vllm_dcp_mla.planner.lines import Counted
 from vllm_dcp_mla.planner.plan import make_plan
 from vllm_dcp_mla.planner.report import plan_json
@@ -82,6 +83,16 @@ def test_the_slab_limit_is_honoured():
     assert planned(config=Settings(slab_limit_bytes=limit)).workspace.tokens_per_launch == 100
     (problem,) = planned(config=Settings(slab_limit_bytes=ONE_TOKEN_OF_64_HEADS - 1)).problems
     assert str(ONE_TOKEN_OF_64_HEADS) in problem
+
+
+def test_a_merge_limit_below_one_row_is_a_problem():
+    needed = exchange_bytes(1, 2048, 8)
+    small = Settings(merge_limit_bytes=needed - 1)
+    (problem,) = planned(config=small).problems
+    assert str(needed) in problem
+    assert "VLLM_DCP_MLA_MERGE_LIMIT_BYTES" in problem
+    assert not planned(config=Settings(merge_limit_bytes=needed)).problems
+    assert not planned(config=small, dcp=1).problems
 
 
 def test_without_dcp_the_workspace_is_stocks():

@@ -98,6 +98,20 @@ def test_bad_input(capsys, arguments, status, named):
     assert named in " ".join(answer["problems"])
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("VLLM_DCP_MLA_PCP_CACHED_ROWS", "maybe"),
+        ("VLLM_DCP_MLA_KERNEL", "fastest"),
+        ("VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE", "-1"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_said_before_ranks_start(capsys, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    assert main(["selftest"]) == 2
+    assert f"{variable} is {value!r}" in capsys.readouterr().err
+
+
 @pytest.mark.vllm
 def test_an_interleave_that_a_release_refuses_is_said(capsys, monkeypatch):
     monkeypatch.setattr("vllm_dcp_mla.cli.selftest.installed_release", lambda: RELEASES[0])

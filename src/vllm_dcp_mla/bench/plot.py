@@ -27,7 +27,7 @@ def check_target(file: str) -> None:
     """Refuses a file that could not be written later, before anything is measured.
 
     Raises:
-        RequestError: an ending that is not known, no such folder, or no matplotlib.
+        RequestError: an ending that is not known, a folder, no such folder, or no matplotlib.
     """
     path = Path(file)
     if path.suffix.lower() not in SUFFIXES:
@@ -39,6 +39,8 @@ def check_target(file: str) -> None:
             [f"--plot cannot write {file}: no such folder to write to; name another file."],
             IMPOSSIBLE,
         )
+    if path.is_dir():
+        raise RequestError([f"--plot is {file}, which is a folder; name a file."], IMPOSSIBLE)
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:

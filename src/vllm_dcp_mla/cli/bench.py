@@ -90,8 +90,13 @@ def _run(works: list[Work], quick: bool, plot: str | None, as_json: bool) -> Non
         raise RequestError([str(error)], IMPOSSIBLE) from None
     from ..bench import report
 
-    if plot is not None and (said := plotting.draw(outcome, plot)) is not None:
-        outcome.remarks.append(said)
+    if plot is not None:
+        try:
+            said = plotting.draw(outcome, plot)
+        except RequestError as error:  # what was measured is not lost with the picture
+            outcome.problems += error.problems
+        else:
+            outcome.remarks += [said] if said is not None else []
     if as_json:
         typer.echo(json.dumps(report.as_json(outcome)))
     else:

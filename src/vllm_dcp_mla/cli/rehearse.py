@@ -67,7 +67,11 @@ def rehearse(
     ] = "0",
     cover: Annotated[
         bool,
-        typer.Option("--cover", help="Models, caches, exchanges, graphs and MTP in all pairs."),
+        typer.Option(
+            "--cover",
+            help="Instead of what other flags name: models, caches, exchanges, graphs and MTP in "
+            "all pairs, at TP2 and TP4 with DCP2.",
+        ),
     ] = False,
     soak: Annotated[
         str,

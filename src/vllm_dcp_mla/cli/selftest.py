@@ -15,6 +15,7 @@ from ..planner.request import IMPOSSIBLE, UNREADABLE
 from ..selftest.faults import FAULTS, PCP_FAULTS, SPANNING_FAULTS
 from ..selftest.subjects import subject_of
 from ..selftest.world import Sizes
+from ..settings import SettingsError, load_settings, user_workspace_bytes
 from ..simulate.gpus import GPUS
 from ..topology import check_topology
 from . import options
@@ -69,6 +70,11 @@ def selftest(
         unreadable.append(f"--gpu is {gpu!r}; it must be one of {', '.join(GPUS)}.")
     if fault and fault not in FAULTS:
         unreadable.append(f"--break is {fault!r}; it must be one of {', '.join(FAULTS)}.")
+    try:
+        load_settings()
+        user_workspace_bytes()
+    except SettingsError as error:
+        unreadable.append(str(error))
     if unreadable:
         _refuse(unreadable, UNREADABLE, as_json)
     sizes, interleaves = numbers

@@ -8,7 +8,7 @@ from enum import Enum
 
 from ..capability import FLASH_ATTN_3, FLASH_ATTN_4, FLASHINFER, FLASHMLA, Deployment, row
 from ..gather_plan import plan_gather
-from ..indexer.exchange import exchange_bytes
+from ..indexer.exchange import exchange_bytes, max_rows
 from ..key_splits import partial_bytes
 from ..settings import Settings
 from ..workspace import WorkspacePlan, counter_bytes, softmax_stats_bytes, stock_workspace_bytes
@@ -286,6 +286,7 @@ def _moments(s: Subject) -> Iterator[Line]:
         # PCP merges the choices of decode rows only: its prefills see all keys.
         rows = w.decode_rows if d.pcp > 1 else w.max_num_batched_tokens
         stock = exchange_bytes(rows, s.spec.index_topk, d.dcp)
+        max_rows(s.settings.merge_limit_bytes, s.spec.index_topk, d.dcp)  # refuses as an engine
         merge = min(stock, max(s.settings.merge_limit_bytes, _decode_merge(s)))
         shrink = "a smaller VLLM_DCP_MLA_MERGE_LIMIT_BYTES"
         yield _exact("merge", "exchange of top-k candidates", merge, moment, shrink, stock)
