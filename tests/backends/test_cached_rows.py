@@ -224,6 +224,17 @@ def test_other_indexers_are_left_alone(attention, monkeypatch, metadata):
     assert told == [{"skip_k_cache_insert": False}]
 
 
+def test_stock_has_an_index_cache_where_its_mark_is_looked_for(attention):
+    from vllm.forward_context import create_forward_context
+
+    with engine(dcp=2, pcp=2) as config:
+        cache = attention.DeepseekV32IndexerCache(
+            head_dim=KEY_BYTES, dtype=torch.uint8, prefix=PREFIX, cache_config=config.cache_config
+        )
+        context = create_forward_context({}, config)
+    assert context.no_compile_layers[PREFIX] is cache
+
+
 @pytest.mark.parametrize("tokens", [1, 37])
 @pytest.mark.parametrize(("row_bytes", "scale_bytes"), [(576, 0), (128, 4), (64, 8)])
 def test_rows_are_stored_at_their_slots(row_bytes, scale_bytes, tokens):

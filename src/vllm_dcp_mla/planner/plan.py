@@ -163,7 +163,7 @@ def make_plan(
         return Plan(d.kv_cache_dtype, served_by, problems=problems)
     try:
         done = _evaluate(case, d, workload)
-    except ValueError as error:  # a workspace that does not hold one token
+    except ValueError as error:  # a limit that does not hold one token, or one row
         return Plan(d.kv_cache_dtype, served_by, problems=[str(error)])
     return _answer(case, d, served_by, workload, done)
 
