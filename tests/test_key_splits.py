@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,9 @@ from vllm_dcp_mla.key_splits import (
     arrival_bytes,
     head_blocks,
     num_splits,
+    num_spreads,
     partial_bytes,
+    spread_width,
     tiling_for,
     tilings_of,
 )
@@ -30,7 +33,7 @@ def test_partial_results_and_arrivals_fit_whatever_the_launch_is(tokens, heads, 
     if splits > 1:
         blocks = tokens * head_blocks(heads, tiling.heads)
         assert blocks * splits <= sms * tiling.blocks_per_sm
-        assert tokens * splits * heads * (512 + 1) * 4 <= partial_bytes(512, sms)
+        assert tokens * splits * heads * (512 + 1) * 4 <= partial_bytes(512, 64, sms)
         assert blocks * 4 <= arrival_bytes(sms)
 
 
@@ -50,6 +53,30 @@ def test_partial_results_and_arrivals_fit_whatever_the_launch_is(tokens, heads, 
 )
 def test_splits_on_an_h200(tokens, heads, topk, splits):
     assert num_splits(tokens, heads, topk, 132, Tiling()) == splits
+
+
+@given(*SHAPES[:3], st.integers(1, 4096), SHAPES[3])
+def test_spread_parts_fit_whatever_the_launch_is(tokens, heads, topk, rows, sms):
+    parts = num_spreads(tokens, heads, topk, rows, sms)
+    assert parts >= 1
+    if parts > 1:
+        assert tokens * head_blocks(heads) * parts <= sms
+        assert tokens * parts * heads * (512 + 576) * 2 <= partial_bytes(512, 64, sms)
+        width = spread_width(topk, parts)
+        assert width % 128 == 0
+        # The largest part of a row of any length.
+        assert all(math.ceil(n / parts / 128) * 128 <= width for n in (1, topk // 2, topk))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "parts"),
+    [
+        *((1, 2048, 16), (8, 2048, 16), (16, 2048, 8), (64, 2048, 2), (67, 2048, 1)),
+        *((1, 512, 5), (32, 512, 4), (64, 512, 2), (1, 256, 3), (66, 256, 1), (1, 128, 1)),
+    ],
+)
+def test_spreads_on_an_h200(tokens, rows, parts):
+    assert num_spreads(tokens, 64, 2048, rows, 132) == parts
 
 
 def test_smaller_blocks_of_heads_share_an_sm():

@@ -77,19 +77,20 @@ def acquire(
     return buffers, plan
 
 
-def acquire_partials(device: torch.device, latent_dim: int) -> LaunchBuffers:
+def acquire_partials(device: torch.device, latent_dim: int, rotary_dim: int) -> LaunchBuffers:
     """The device's memory for partial results of split keys, made by the first caller.
 
-    Its size follows from the device alone, so that it suffices for every caller.
+    Its size follows from the device and the head dims alone, so that it suffices for every launch.
 
     Args:
         device: an explicit device.
         latent_dim: elements of a result.
+        rotary_dim: elements that a query has beside.
     """
     buffers = _PARTIALS.get(device)
     if buffers is None:
         sms = num_sms(device)
-        size = partial_bytes(latent_dim, sms)
+        size = partial_bytes(latent_dim, rotary_dim, sms)
         buffers = _PARTIALS[device] = LaunchBuffers(
             workspace=torch.empty(size, dtype=torch.int8, device=device),
             counters=torch.zeros(arrival_bytes(sms), dtype=torch.uint8, device=device),

@@ -6,12 +6,16 @@ split, and partial results are merged by their log-sum-exp (LSE), as ranks' are.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 #: Heads of partial results that an SM may have under way; bounds their memory.
 PARTIAL_HEADS = 64
 #: Parts that the merge has room for.
 MAX_SPLITS = 64
+#: Keys that FlashMLA's kernel works on at a time, and steps of them that spreading must save.
+SPREAD_KEYS = 128
+_SAVED_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +142,39 @@ def num_splits(num_tokens: int, num_heads: int, topk: int, num_sms: int, tiling:
     return max(min(room, -(-topk // tiling.keys), tiling.splits), 1)
 
 
-def partial_bytes(latent_dim: int, num_sms: int) -> int:
-    """Bytes of float32 partial results and LSEs that suffice for every launch, of any model.
+def num_spreads(num_tokens: int, num_heads: int, topk: int, rows: int, num_sms: int) -> int:
+    """Parts of each token's keys for FlashMLA, which does not split them; 1 to leave it alone.
 
-    Follows from the bounds in :func:`num_splits` and of :class:`Tiling`.
+    On an H200 a step of 128 keys takes it 3.5 us, and the two launches around it take 5 us: steps
+    must be saved for them. ``tokens * head_blocks * parts <= num_sms`` above 1.
+
+    Args:
+        num_tokens: tokens of the launch.
+        num_heads: query heads.
+        topk: most keys of a token.
+        rows: keys that a token is expected to have here; it may have more, about a rank's share.
+        num_sms: multiprocessors.
     """
-    return num_sms * PARTIAL_HEADS * (latent_dim + 1) * 4
+    steps = -(-min(topk, rows + 2 * math.isqrt(rows)) // SPREAD_KEYS)
+    room = num_sms // max(num_tokens * head_blocks(num_heads), 1)
+    parts = max(min(room, steps, MAX_SPLITS), 1)
+    return parts if steps - -(-steps // parts) >= _SAVED_STEPS else 1
+
+
+def spread_width(topk: int, parts: int) -> int:
+    """Slots that hold a part of ``topk`` keys; a multiple of :data:`SPREAD_KEYS`."""
+    return -(-topk // (parts * SPREAD_KEYS)) * SPREAD_KEYS
+
+
+def partial_bytes(latent_dim: int, rotary_dim: int, num_sms: int) -> int:
+    """Bytes that suffice for the partial results of every launch, of any model.
+
+    They are float32 with an LSE, or bf16 beside bf16 copies of the queries. Follows from the bounds
+    in :func:`num_splits`, :func:`num_spreads` and of :class:`Tiling`.
+    """
+    split = (latent_dim + 1) * 4
+    spread = (latent_dim + latent_dim + rotary_dim) * 2
+    return num_sms * PARTIAL_HEADS * max(split, spread)
 
 
 def arrival_bytes(num_sms: int) -> int:

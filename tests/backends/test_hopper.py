@@ -106,7 +106,7 @@ def test_all_layers_share_one_workspace_of_the_device():
         impls = [make_impl(backend(), config) for _ in range(3)]
     assert len({impl._buffers.workspace.data_ptr() for impl in impls}) == 1
     (buffers,) = device_buffer._PARTIALS.values()
-    assert buffers.workspace.numel() == partial_bytes(512, 4)
+    assert buffers.workspace.numel() == partial_bytes(512, 64, 4)
     assert device_buffer._BY_DEVICE == {}
 
 
@@ -199,7 +199,7 @@ def test_every_kernel_of_a_layer_is_registered_for_warm_up(cache_dtype, dtype):
     from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     from vllm.v1.attention.backends.mla import compressor_utils, indexer
 
-    from vllm_dcp_mla.kernels import finish, triton_decode
+    from vllm_dcp_mla.kernels import finish, merge_parts, spread, triton_decode
 
     with engine(settings=TRITON) as config:
         config.kernel_config.enable_jit_warmup = True
@@ -209,11 +209,11 @@ def test_every_kernel_of_a_layer_is_registered_for_warm_up(cache_dtype, dtype):
                 make_impl(backend(), config, cache_dtype=cache_dtype)
     assert set(registry._registrations) == {
         triton_decode.ATTEND_KERNEL,
-        triton_decode.MERGE_KERNEL,
+        merge_parts.MERGE_KERNEL,
         compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL,
         indexer._PREPARE_UNIFORM_DECODE_KERNEL,
         indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL,
-        *([finish.FINISH_KERNEL] if dtype == torch.bfloat16 else []),
+        *([finish.FINISH_KERNEL, spread.SPREAD_KERNEL] if dtype == torch.bfloat16 else []),
     }
     (arguments,) = registry._registrations[triton_decode.ATTEND_KERNEL]
     keys = triton_decode.ATTEND_KERNEL.get_warmup_keys(*arguments[0], **arguments[1])

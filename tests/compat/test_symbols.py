@@ -28,7 +28,7 @@ FILES = {
     "FLASH_ATTN_MLA_SPARSE": (
         *("backends/hopper.py", "compat/flat_cache.py"),
         *("kernels/flashmla.py", "kernels/flash_attn3.py", "kernels/triton_decode.py"),
-        "kernels/finish.py",
+        *("kernels/finish.py", "kernels/merge_parts.py", "kernels/spread.py"),
     ),
 }
 

@@ -67,6 +67,17 @@ def test_shipped_kernels_and_the_base_of_their_lse(name, heads):
         agrees(name, tokens, heads, topk, seed=tokens + topk)
 
 
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("parts", [2, 5, 16])
+def test_flashmla_in_parts(parts, heads):
+    from vllm_dcp_mla.kernels.flashmla import FlashMlaKernel
+
+    made = FlashMlaKernel(sms(), parts=parts)
+    for tokens, topk in ((1, 128), (1, 2048), (3, 640), (4, 512)):
+        seed = tokens + topk
+        agrees_with_float64(made, tokens, heads, topk, num_sms=sms(), device=CUDA, seed=seed)
+
+
 @pytest.mark.parametrize("heads", [1, 13, 24, 65])
 def test_flash_attn3_at_odd_head_counts(heads):
     for tokens, topk in ((1, 300), (5, 512), (140, 63)):
@@ -104,9 +115,9 @@ def batch_like(batch, launched):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("tokens", [2, 100])
-def test_in_a_cuda_graph_with_other_keys_at_each_replay(name, tokens):
-    batch = make_batch(tokens, 64, 256, device=CUDA, seed=1)
+@pytest.mark.parametrize(("tokens", "topk"), [(2, 256), (2, 1024), (100, 256)])
+def test_in_a_cuda_graph_with_other_keys_at_each_replay(name, tokens, topk):
+    batch = make_batch(tokens, 64, topk, device=CUDA, seed=1)
     buffers = make_partials(sms(), CUDA)
     made = kernel(name)
     made.launch(batch, buffers)
@@ -115,7 +126,7 @@ def test_in_a_cuda_graph_with_other_keys_at_each_replay(name, tokens):
     with torch.cuda.graph(graph):
         made.launch(batch, buffers)
     for seed in (2, 3):
-        other = make_batch(tokens, 64, 256, device=CUDA, seed=seed)
+        other = make_batch(tokens, 64, topk, device=CUDA, seed=seed)
         for field in ("query", "topk", "counts", "out", "lse", "cache_rows"):
             getattr(batch, field).copy_(getattr(other, field))
         graph.replay()
@@ -125,7 +136,7 @@ def test_in_a_cuda_graph_with_other_keys_at_each_replay(name, tokens):
 def test_nothing_waits_for_the_gpu_and_nothing_compiles_after_warm_up():
     import triton
 
-    from vllm_dcp_mla.kernels import finish, triton_decode
+    from vllm_dcp_mla.kernels import finish, spread, triton_decode
 
     for dtype in CACHES.values():
         triton_decode.warm_up(
@@ -134,7 +145,8 @@ def test_nothing_waits_for_the_gpu_and_nothing_compiles_after_warm_up():
             dict.fromkeys(c.tiling for c in CHOICES),
             lambda kernel, *args: kernel.warmup(*args),
         )
-    finish.warm_up(ROPE, lambda kernel, *args: kernel.warmup(*args))
+    for each in (finish, spread):
+        each.warm_up(ROPE, lambda kernel, *args: kernel.warmup(*args))
     compiled = []
     hook = triton.knobs.runtime.jit_post_compile_hook
     triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
@@ -149,6 +161,9 @@ def test_nothing_waits_for_the_gpu_and_nothing_compiles_after_warm_up():
                 try:
                     kernel("triton_decode").launch(batch.tokens(slice(tokens // 3, None)), buffers)
                     finish.finish(batch, torch.zeros(heads, tokens, device=CUDA).T)
+                    if tokens < 100:
+                        cut = spread.spread(batch, 2, buffers)
+                        spread.merge(batch, cut, torch.zeros(2 * tokens, heads, device=CUDA))
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
     finally:
@@ -157,11 +172,12 @@ def test_nothing_waits_for_the_gpu_and_nothing_compiles_after_warm_up():
 
 
 def test_memory_that_is_not_aligned_is_refused():
-    batch = make_batch(2, 64, 128, device=CUDA)
+    batch = make_batch(2, 64, 1024, device=CUDA)
     memory = torch.zeros(batch.cache_rows.numel() + 1, dtype=torch.bfloat16, device=CUDA)
     crooked = replace(batch, cache_rows=memory[1:].view_as(batch.cache_rows))
-    with pytest.raises(ValueError, match="cache_rows lies at"):
-        kernel("triton_decode").launch(crooked, make_partials(sms(), CUDA))
+    for name in ("triton_decode", "flashmla"):
+        with pytest.raises(ValueError, match="cache_rows lies at"):
+            kernel(name).launch(crooked, make_partials(sms(), CUDA))
 
 
 @pytest.mark.parametrize("want_lse", [True, False])

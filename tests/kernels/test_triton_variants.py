@@ -23,6 +23,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
+from vllm_dcp_mla.kernels import merge_parts, spread, triton_bodies
 from vllm_dcp_mla.kernels import triton_decode as ours
 from vllm_dcp_mla.kernels.base import MlaDims
 from vllm_dcp_mla.key_splits import Tiling
@@ -68,8 +69,13 @@ for name, launcher, pointers, integers, keys in (
      ours.ATTEND_KERNEL.get_warmup_keys(torch.float8_e4m3fn, DIMS, SECOND)),
     ("attend and merge", ours.ATTEND_KERNEL, ours.ATTEND_POINTERS, ours.ATTEND_INTEGERS,
      ours.ATTEND_KERNEL.get_warmup_keys(torch.bfloat16, DIMS, LAST)),
-    ("merge", ours.MERGE_KERNEL, ours.MERGE_POINTERS, ours.MERGE_INTEGERS,
-     ours.MERGE_KERNEL.get_warmup_keys(DIMS, SECOND)),
+    ("merge", merge_parts.MERGE_KERNEL, triton_bodies.MERGE_POINTERS, triton_bodies.MERGE_INTEGERS,
+     merge_parts.MERGE_KERNEL.get_warmup_keys(DIMS, torch.float32, 64)),
+    ("merge bf16", merge_parts.MERGE_KERNEL, triton_bodies.MERGE_POINTERS,
+     triton_bodies.MERGE_INTEGERS,
+     merge_parts.MERGE_KERNEL.get_warmup_keys(DIMS, torch.bfloat16, 128)),
+    ("spread", spread.SPREAD_KERNEL, spread.SPREAD_POINTERS, spread.SPREAD_INTEGERS,
+     spread.SPREAD_KERNEL.get_warmup_keys(DIMS)),
 ):
     (warm_key,) = keys
     warmed = launcher.warmup_inputs(warm_key)
@@ -125,7 +131,9 @@ def report():
     return json.loads(lines[-1].removeprefix("REPORT "))
 
 
-@pytest.mark.parametrize("kernel", ["attend bf16", "attend fp8", "attend and merge", "merge"])
+@pytest.mark.parametrize(
+    "kernel", ["attend bf16", "attend fp8", "attend and merge", "merge", "merge bf16", "spread"]
+)
 def test_one_variant_which_is_the_one_that_is_warmed(report, kernel):
     assert report[kernel]["variants"] == 1
 
@@ -143,8 +151,10 @@ def test_it_fits_a_multiprocessor_and_reads_rows_in_pieces_of_16_bytes(report, k
     assert found["wgmma"] > 0
 
 
-def test_partial_results_are_read_in_pieces_of_16_bytes(report):
-    assert report["merge"]["wide_loads"] > 0
+@pytest.mark.parametrize("kernel", ["merge", "merge bf16", "spread"])
+def test_partial_results_and_queries_are_read_in_pieces_of_16_bytes(report, kernel):
+    assert report[kernel]["wide_loads"] > 0
+    assert report[kernel]["narrow_loads"] == 0
 
 
 def test_the_last_block_sees_what_the_others_wrote(report):

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from .. import device_buffer
 from ..compat import flat_cache, sleep
 from ..kernel_choice import kernels_by_tokens
-from ..kernels import finish, load_kernel, triton_decode
+from ..kernels import finish, load_kernel, spread, triton_decode
 from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
 from ..kernels.split import clear_empty_rows
 from ..key_splits import ANY, tilings_of
@@ -77,11 +77,15 @@ class DcpFlashAttnMLASparseImpl(
         self._kernels = {heads: self._choose_kernels(heads)}
         self.kernel_names = self._kernels[heads].names
         tilings = {t: None for n in (heads, self.num_heads) for t in tilings_of(n, self._rows)}
-        self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
+        self._buffers = device_buffer.acquire_partials(
+            device, self.kv_lora_rank, self.qk_rope_head_dim
+        )
         compiled = partial(warm, config, device)
         triton_decode.warm_up(self._shape.cache_dtype, self._shape.dims, tilings, compiled)
         if not self._is_quantized:  # a bf16 cache is what the shipped kernels take
             finish.warm_up(self._shape.dims, compiled)
+            if self.qk_rope_head_dim:  # FlashMLA takes no model without
+                spread.warm_up(self._shape.dims, compiled)
         sleep.install()
         _register_indexer_kernels(config)
         flat_cache.install(DcpFlashAttnMLASparseBackend)
@@ -195,7 +199,7 @@ def choose_kernels(shape: LaunchShape, forced: KernelChoice, num_sms: int, rows:
     found = {"triton_decode": load_kernel("triton_decode", num_sms=num_sms, rows=rows)}
     for name in _SHIPPED:
         try:
-            kernel = load_kernel(name)
+            kernel = load_kernel(name, num_sms=num_sms, rows=rows)
         except ImportError as error:
             logger.info_once("Not used: %s", str(error))
             continue

@@ -27,7 +27,7 @@ def load_kernel(name: KernelName, *, num_sms: int = 1, rows: int | None = None) 
     if name == "flashmla":
         from .flashmla import FlashMlaKernel
 
-        return FlashMlaKernel()
+        return FlashMlaKernel(num_sms, rows)
     if name == "flash_attn3":
         from .flash_attn3 import FlashAttn3Kernel
 

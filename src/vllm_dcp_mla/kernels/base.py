@@ -15,6 +15,8 @@ import torch
 from ..merge import LseBase
 from ..settings import KernelName
 
+_ALIGNMENT = 16  # bytes; rows are read and written in pieces of this size
+
 
 @dataclass(frozen=True, slots=True)
 class MlaDims:
@@ -122,3 +124,21 @@ class SparseMlaKernel(Protocol):
             ValueError: a batch that this kernel does not serve.
         """
         ...
+
+
+def refuse_unaligned(batch: SparseMlaBatch) -> None:
+    """Checks what Triton kernels are told to rely on: bf16 queries, pieces of 16 bytes.
+
+    Raises:
+        ValueError: memory that is not aligned, or a query that is not bf16.
+    """
+    if batch.query.dtype != torch.bfloat16:
+        raise ValueError(f"query is {batch.query.dtype}; the kernel takes torch.bfloat16")
+    for name in ("query", "cache_rows", "out"):
+        tensor = getattr(batch, name)
+        bytes_apart = [s * tensor.element_size() for s in tensor.stride()[:-1]]
+        if tensor.stride(-1) != 1 or any(n % _ALIGNMENT for n in (tensor.data_ptr(), *bytes_apart)):
+            raise ValueError(
+                f"{name} lies at {tensor.data_ptr():#x} with strides of {bytes_apart} bytes; "
+                f"the kernel needs multiples of {_ALIGNMENT}, and rows without gaps"
+            )

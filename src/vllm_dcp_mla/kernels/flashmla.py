@@ -10,20 +10,33 @@ from typing import ClassVar
 import torch
 
 from ..capability_rules import FLASHMLA_SPARSE_HEADS, FLASHMLA_TOPK_MULTIPLE
+from ..key_splits import num_spreads
 from ..merge import LseBase
 from ..settings import KernelName
 from .base import LaunchBuffers, LaunchShape, SparseMlaBatch
 from .finish import finish
+from .spread import merge, spread
 
 
 class FlashMlaKernel:
-    """``flash_mla_sparse_fwd``, whose LSE of a row without tokens is +inf, and what follows it."""
+    """``flash_mla_sparse_fwd``, whose LSE of a row without tokens is +inf, and what surrounds it.
+
+    It takes as long as its longest token, so that the keys of a small batch are split around it.
+
+    Args:
+        num_sms: multiprocessors of the GPU.
+        rows: keys that a token is expected to have here; None for all of its top-k.
+        parts: of every token's keys; None to choose by shape.
+    """
 
     name: ClassVar[KernelName] = "flashmla"
     lse_base: ClassVar[LseBase] = "e"
     clears_empty_rows: ClassVar[bool] = True
 
-    def __init__(self) -> None:
+    def __init__(self, num_sms: int, rows: int | None = None, parts: int | None = None) -> None:
+        self._num_sms = num_sms
+        self._rows = rows
+        self._parts = parts
         from vllm.v1.attention.ops.flashmla import is_flashmla_sparse_supported
 
         usable, reason = is_flashmla_sparse_supported()
@@ -47,7 +60,21 @@ class FlashMlaKernel:
         return None
 
     def launch(self, batch: SparseMlaBatch, buffers: LaunchBuffers) -> None:
-        """See :class:`.base.SparseMlaKernel`; ``batch.out`` is contiguous."""
+        """See :class:`.base.SparseMlaKernel`; ``batch.out`` is contiguous.
+
+        ``buffers.workspace`` holds :func:`..key_splits.partial_bytes` bytes.
+        """
+        tokens, heads, _ = batch.query.shape
+        topk = batch.topk.shape[1]
+        parts = self._parts or num_spreads(tokens, heads, topk, self._rows or topk, self._num_sms)
+        if parts == 1:
+            finish(batch, self._attend(batch))
+        else:
+            cut = spread(batch, parts, buffers)
+            merge(batch, cut, self._attend(cut))
+
+    def _attend(self, batch: SparseMlaBatch) -> torch.Tensor:
+        """Writes ``batch.out``; its LSE ``[T, H]``, natural."""
         _, _, lse = self._forward(
             batch.query,
             batch.cache_rows.unsqueeze(1),
@@ -57,4 +84,4 @@ class FlashMlaKernel:
             topk_length=batch.counts,
             out=batch.out,
         )
-        finish(batch, lse)
+        return lse

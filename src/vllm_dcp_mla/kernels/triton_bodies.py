@@ -21,7 +21,7 @@ MERGE_INTEGERS = ("out_token", "out_head", "lse_token", "heads", "splits")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _share_of_keys(count, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def share_of_keys(count, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Keys of a part: whole blocks, so that the last parts of a short row are empty."""
     return tl.cdiv(tl.cdiv(count, splits), BLOCK_N) * BLOCK_N
 
@@ -67,7 +67,7 @@ def attend_kernel(  # type: ignore[no-untyped-def]
     part = tl.program_id(0) // head_blocks
     token = (part // splits).to(tl.int64)
     count = tl.load(counts_ptr + token)
-    share = _share_of_keys(count, splits, BLOCK_N)
+    share = share_of_keys(count, splits, BLOCK_N)
     begin = (part % splits) * share
     end = tl.minimum(begin + share, count)
     parts = splits
@@ -218,21 +218,23 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     heads,
     splits,
     LATENT: tl.constexpr,  # noqa: N803
+    LSE_UNIT: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
     BLOCK_S: tl.constexpr,  # noqa: N803
     MAX_S: tl.constexpr,  # noqa: N803
 ):
-    """The parts of one head of one token, which :func:`attend_kernel` left."""
+    """The parts of one head of one token; ``LSE_UNIT`` makes their LSE one to base 2."""
     token = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
     count = tl.load(counts_ptr + token)
     # Parts behind these were left unwritten.
-    parts = tl.cdiv(count, tl.maximum(_share_of_keys(count, splits, BLOCK_N), 1))
+    parts = tl.cdiv(count, tl.maximum(share_of_keys(count, splits, BLOCK_N), 1))
     partial = token * splits * heads + head
     every = tl.arange(0, MAX_S)
     lses = tl.load(
         partial_lse_ptr + partial + every * heads, mask=every < parts, other=float("-inf")
     )
+    lses = lses * LSE_UNIT
     top = tl.where(parts > 0, tl.max(lses, 0), 0.0)
     total = tl.where(parts > 0, tl.sum(tl.exp2(lses - top), 0), 1.0)
 
@@ -244,7 +246,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         lse = tl.load(partial_lse_ptr + at, mask=some < parts, other=float("-inf"))
         out_at = partial_out_ptr + at[:, None] * LATENT + latent[None, :]
         out = tl.load(tl.multiple_of(out_at, (1, 16)), mask=(some < parts)[:, None], other=0.0)
-        acc += tl.sum(out * (tl.exp2(lse - top) / total)[:, None], 0)
+        weight = tl.exp2(lse * LSE_UNIT - top) / total
+        acc += tl.sum(out.to(tl.float32) * weight[:, None], 0)
     tl.store(
         tl.multiple_of(out_ptr + token * out_token + head * out_head + latent, (16,)),
         acc.to(tl.bfloat16),

@@ -29,19 +29,11 @@ from vllm.model_executor.warmup.jit_warmup_triton_helper import (
 from ..key_splits import MAX_SPLITS, Tiling, head_blocks, num_splits, tiling_for
 from ..merge import LseBase
 from ..settings import KernelName
-from .base import LaunchBuffers, LaunchShape, MlaDims, SparseMlaBatch
-from .triton_bodies import (
-    ATTEND_INTEGERS,
-    ATTEND_POINTERS,
-    MERGE_INTEGERS,
-    MERGE_POINTERS,
-    attend_kernel,
-    merge_kernel,
-)
+from .base import LaunchBuffers, LaunchShape, MlaDims, SparseMlaBatch, refuse_unaligned
+from .merge_parts import MERGE_KERNEL
+from .triton_bodies import ATTEND_INTEGERS, ATTEND_POINTERS, attend_kernel
 
-_ALIGNMENT = 16  # bytes; rows are read and written in pieces of this size
 _QUERY_UNIT = 1 / 16  # of an fp8 cache's queries in float16
-_MERGED_AT_ONCE = 8  # parts, by the second kernel
 _MERGED_DIMS = 128  # of all heads of a block at a time, by its last thread block
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 
@@ -112,51 +104,7 @@ class _AttendKernel(VllmTritonJitKernel["_AttendKernel.CompileKey"]):
         }
 
 
-class _MergeKernel(VllmTritonJitKernel["_MergeKernel.CompileKey"]):
-    """The second kernel as vLLM warms it."""
-
-    kernel = merge_kernel
-    bind_launch_inputs = False
-
-    @dataclass(frozen=True)
-    class CompileKey:
-        """What a variant is compiled for."""
-
-        latent_dim: int
-        block_keys: int
-
-    def get_warmup_keys(self, dims: MlaDims, tilings: Iterable[Tiling]) -> list[CompileKey]:
-        """All variants of a layer: one for each number of keys that a block works on at a time."""
-        keys = dict.fromkeys(t.keys for t in tilings if not t.merges_in_launch)
-        return [self.CompileKey(dims.kv_lora_rank, n) for n in keys]
-
-    def warmup_inputs(self, compile_key: CompileKey) -> dict[str, Any]:
-        """Any inputs: nothing of them is part of the key."""
-        dtypes = {"out_ptr": torch.bfloat16, "counts_ptr": torch.int32}
-        return {
-            **{p: TritonWarmupTensor(dtypes.get(p, torch.float32)) for p in MERGE_POINTERS},
-            **dict.fromkeys(MERGE_INTEGERS, 2),
-            "latent_dim": compile_key.latent_dim,
-            "block_keys": compile_key.block_keys,
-            "num_blocks": 1,
-        }
-
-    @kernel_launcher  # type: ignore[untyped-decorator]
-    def __call__(
-        self, *, latent_dim: int, block_keys: int, num_blocks: int, **arguments: Any
-    ) -> Any:
-        return (num_blocks,), {
-            **arguments,
-            "LATENT": latent_dim,
-            "BLOCK_N": block_keys,
-            "BLOCK_S": _MERGED_AT_ONCE,
-            "MAX_S": MAX_SPLITS,
-            "num_warps": 4,
-        }
-
-
 ATTEND_KERNEL = _AttendKernel()
-MERGE_KERNEL = _MergeKernel()
 
 
 def warm_up(
@@ -175,7 +123,8 @@ def warm_up(
     """
     tilings = tuple(tilings)
     warm(ATTEND_KERNEL, cache_dtype, dims, tilings)
-    warm(MERGE_KERNEL, dims, tilings)
+    for keys in dict.fromkeys(t.keys for t in tilings if not t.merges_in_launch):
+        warm(MERGE_KERNEL, dims, torch.float32, keys)
 
 
 class TritonDecodeKernel:
@@ -214,7 +163,7 @@ class TritonDecodeKernel:
         Raises:
             ValueError: memory that is not aligned, or a query that is not bf16.
         """
-        self._refuse(batch)
+        refuse_unaligned(batch)
         tokens, heads, _ = batch.query.shape
         latent = batch.dims.kv_lora_rank
         width = batch.topk.shape[1]
@@ -260,18 +209,3 @@ class TritonDecodeKernel:
         )
         if splits > 1 and not tiling.merges_in_launch:
             MERGE_KERNEL(**shared, block_keys=tiling.keys, num_blocks=tokens * heads)
-
-    @staticmethod
-    def _refuse(batch: SparseMlaBatch) -> None:
-        if batch.query.dtype != torch.bfloat16:
-            raise ValueError(f"query is {batch.query.dtype}; the kernel takes torch.bfloat16")
-        for name in ("query", "cache_rows", "out"):
-            tensor = getattr(batch, name)
-            bytes_apart = [s * tensor.element_size() for s in tensor.stride()[:-1]]
-            if tensor.stride(-1) != 1 or any(
-                n % _ALIGNMENT for n in (tensor.data_ptr(), *bytes_apart)
-            ):
-                raise ValueError(
-                    f"{name} lies at {tensor.data_ptr():#x} with strides of {bytes_apart} bytes; "
-                    f"the kernel needs multiples of {_ALIGNMENT}, and rows without gaps"
-                )

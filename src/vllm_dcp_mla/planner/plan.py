@@ -298,7 +298,7 @@ def _workspace(
     heads = Workspace(heads=d.kernel_heads, stock_heads=d.heads_per_rank * d.dcp)
     backend = serving(d) if d.dcp > 1 else _stock_backend(d)
     if backend == FLASH_ATTN_3:
-        size = partial_bytes(d.dims.kv_lora_rank, case.gpu.sms)
+        size = partial_bytes(d.dims.kv_lora_rank, d.dims.qk_rope_head_dim, case.gpu.sms)
         return replace(heads, tokens_per_launch=tokens, launches=1, total_bytes=size)
     if backend is None or not has_trtllm_workspace(backend, d.arch, case.settings):
         return heads

@@ -91,7 +91,7 @@ def warmed(provider: str, config: Any, heads: int) -> list[tuple[Any, tuple[Any,
     from vllm.v1.attention.backends.mla import compressor_utils, indexer
 
     from ...indexer.chunk_kernel import CHUNK_BOUNDS_KERNEL
-    from ...kernels import finish, triton_decode
+    from ...kernels import finish, spread, triton_decode
     from ...key_splits import tilings_of
     from ..inputs import DIMS, TOPK
 
@@ -111,6 +111,7 @@ def warmed(provider: str, config: Any, heads: int) -> list[tuple[Any, tuple[Any,
 
     triton_decode.warm_up(torch.bfloat16, DIMS, tilings, collect)
     finish.warm_up(DIMS, collect)
+    spread.warm_up(DIMS, collect)
     return kernels
 
 
