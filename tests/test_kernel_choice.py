@@ -10,20 +10,24 @@ from vllm_dcp_mla.key_splits import ANY
 OURS, FIRST, SECOND = "triton_decode", "flashmla", "flash_attn3"
 
 
-@pytest.mark.parametrize("heads", [1, 64, 65, 128])
+@pytest.mark.parametrize("heads", [33, 64, 65, 128])
 def test_what_is_not_there_is_passed_over(heads):
     blocks = -(-heads // 64)
     everything = (OURS, FIRST, SECOND)
-    assert kernels_by_tokens(heads, 512, everything) == ((16 // blocks, OURS), (ANY, FIRST))
-    assert kernels_by_tokens(heads, 2048, everything) == (
-        *((4 // blocks, OURS), (32 // blocks, SECOND), (48 // blocks, FIRST)),
-        *((64 // blocks, SECOND), (1024 // blocks, FIRST), (8192 // blocks, SECOND), (ANY, FIRST)),
+    assert kernels_by_tokens(heads, 512, everything) == ((8 // blocks, OURS), (ANY, FIRST))
+    assert kernels_by_tokens(heads, 1024, everything) == (
+        *((2 // blocks, OURS), (512 // blocks, FIRST), (ANY, SECOND)),
     )
-    ours = (4 // blocks, OURS)
-    assert kernels_by_tokens(heads, 2048, (OURS, SECOND)) == (ours, (ANY, SECOND))
-    assert kernels_by_tokens(heads, 2048, (OURS, FIRST)) == ((32 // blocks, OURS), (ANY, FIRST))
-    assert kernels_by_tokens(heads, 1024, (OURS, FIRST)) == ((16 // blocks, OURS), (ANY, FIRST))
+    assert kernels_by_tokens(heads, 1024, (OURS, SECOND)) == ((2 // blocks, OURS), (ANY, SECOND))
+    assert kernels_by_tokens(heads, 2048, (OURS, SECOND)) == ((4 // blocks, OURS), (ANY, SECOND))
     assert kernels_by_tokens(heads, 512, (OURS,)) == ((ANY, OURS),)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 32])
+def test_few_heads_do_not_fill_flashmlas_tiles(heads):
+    everything = (OURS, FIRST, SECOND)
+    assert kernels_by_tokens(heads, 1024, everything) == ((8, OURS), (ANY, SECOND))
+    assert kernels_by_tokens(heads, 512, (OURS, FIRST)) == ((8, OURS), (ANY, FIRST))
 
 
 @given(
@@ -41,9 +45,9 @@ def test_every_launch_has_a_kernel_that_is_there(heads, rows, shipped):
 @pytest.mark.parametrize(
     ("tokens", "rows", "fastest"),
     [
-        *((1, 256, OURS), (16, 256, FIRST), (1, 512, OURS), (16, 512, OURS), (24, 512, FIRST)),
-        *((8, 1024, OURS), (16, 1024, SECOND), (48, 1024, FIRST), (1024, 1024, SECOND)),
-        *((4, 2048, OURS), (16, 2048, SECOND), (128, 2048, FIRST), (4096, 2048, SECOND)),
+        *((1, 256, OURS), (16, 256, FIRST), (1, 512, OURS), (16, 512, FIRST), (24, 512, FIRST)),
+        *((2, 1024, OURS), (16, 1024, FIRST), (48, 1024, FIRST), (1024, 1024, SECOND)),
+        *((1, 2048, OURS), (16, 2048, FIRST), (128, 2048, FIRST), (4096, 2048, SECOND)),
     ],
 )
 def test_the_dispatch_takes_the_fastest_that_was_measured(tokens, rows, fastest):
@@ -52,6 +56,6 @@ def test_the_dispatch_takes_the_fastest_that_was_measured(tokens, rows, fastest)
 
 
 def test_the_table_ends_with_every_kernel_for_any_launch():
-    last = [(line.rows, line.blocks) for line in PREFERENCES[-3:]]
-    assert last == [(ANY, ANY)] * 3
+    last = [(line.heads, line.rows, line.blocks) for line in PREFERENCES[-3:]]
+    assert last == [(ANY, ANY, ANY)] * 3
     assert {line.kernel for line in PREFERENCES[-3:]} == {OURS, FIRST, SECOND}

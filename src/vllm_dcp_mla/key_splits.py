@@ -13,9 +13,8 @@ from dataclasses import dataclass
 PARTIAL_HEADS = 64
 #: Parts that the merge has room for.
 MAX_SPLITS = 64
-#: Keys that FlashMLA's kernel works on at a time, and steps of them that spreading must save.
+#: Keys that FlashMLA's kernel works on at a time.
 SPREAD_KEYS = 128
-_SAVED_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +144,9 @@ def num_splits(num_tokens: int, num_heads: int, topk: int, num_sms: int, tiling:
 def num_spreads(num_tokens: int, num_heads: int, topk: int, rows: int, num_sms: int) -> int:
     """Parts of each token's keys for FlashMLA, which does not split them; 1 to leave it alone.
 
-    On an H200 a step of 128 keys takes it 3.5 us, and the two launches around it take 5 us: steps
-    must be saved for them. ``tokens * head_blocks * parts <= num_sms`` above 1.
+    The two launches around it must be paid for by steps of 128 keys that a thread block is spared:
+    on an H200 a step takes 3.5 us, the launches 5 us for one token and 11 us for 64, whose parts
+    share the memory's bandwidth besides. ``tokens * head_blocks * parts <= num_sms`` above 1.
 
     Args:
         num_tokens: tokens of the launch.
@@ -156,9 +156,10 @@ def num_spreads(num_tokens: int, num_heads: int, topk: int, rows: int, num_sms: 
         num_sms: multiprocessors.
     """
     steps = -(-min(topk, rows + 2 * math.isqrt(rows)) // SPREAD_KEYS)
-    room = num_sms // max(num_tokens * head_blocks(num_heads), 1)
-    parts = max(min(room, steps, MAX_SPLITS), 1)
-    return parts if steps - -(-steps // parts) >= _SAVED_STEPS else 1
+    blocks = max(num_tokens * head_blocks(num_heads), 1)
+    parts = max(min(num_sms // blocks, steps, MAX_SPLITS), 1)
+    spared = steps - -(-steps // parts)
+    return parts if spared >= max(1 + blocks / 16, 3) else 1
 
 
 def spread_width(topk: int, parts: int) -> int:

@@ -141,9 +141,9 @@ def with_kernels(**kernels):
 def test_each_step_takes_the_kernel_of_the_table_that_takes_the_shape():
     ours, first, second = Leaves(), Leaves("not these heads"), Leaves()
     table = (
-        Preference(ANY, 4, "triton_decode"),
-        Preference(ANY, ANY, "flashmla"),
-        Preference(ANY, ANY, "flash_attn3"),
+        Preference(ANY, ANY, 4, "triton_decode"),
+        Preference(ANY, ANY, ANY, "flashmla"),
+        Preference(ANY, ANY, ANY, "flash_attn3"),
     )
     with (
         mock.patch.object(kernel_choice, "PREFERENCES", table),

@@ -3,7 +3,7 @@ from unittest import mock
 from vllm_dcp_mla import kernel_choice
 from vllm_dcp_mla.bench.preferences import suggested, where_behind
 from vllm_dcp_mla.bench.rows import Row
-from vllm_dcp_mla.kernel_choice import Preference
+from vllm_dcp_mla.kernel_choice import FEW_HEADS, Preference
 from vllm_dcp_mla.key_splits import ANY
 
 
@@ -15,9 +15,9 @@ def measured(tokens, times, rows=512, heads=64, cache="bf16"):
 
 OURS, FIRST, SECOND = "triton_decode", "flashmla", "flash_attn3"
 TABLE = (
-    Preference(512, 8, OURS),
-    Preference(512, ANY, FIRST),
-    Preference(ANY, ANY, OURS),
+    Preference(ANY, 512, 8, OURS),
+    Preference(ANY, 512, ANY, FIRST),
+    Preference(ANY, ANY, ANY, OURS),
 )
 
 
@@ -48,15 +48,19 @@ def test_the_table_that_was_measured():
         *measured(16, {OURS: 50, FIRST: 60, SECOND: 40}, rows=2048),
         *measured(64, {OURS: None, FIRST: 60, SECOND: 80}, rows=2048),
         *measured(64, {OURS: 5}, rows=2048, cache="fp8_e4m3"),
+        *measured(1, {OURS: 9, FIRST: 12, SECOND: 13}, rows=1024, heads=16),
+        *measured(9, {OURS: 30, FIRST: 60, SECOND: 20}, rows=1024, heads=32),
     ]
     lines = suggested(rows)
     table = tuple(eval(line.removesuffix(",")) for line in lines)
     assert table == (
-        Preference(512, 16, OURS),
-        Preference(512, ANY, FIRST),
-        Preference(ANY, 1, OURS),
-        Preference(ANY, 16, SECOND),
-        Preference(ANY, ANY, FIRST),
+        Preference(FEW_HEADS, ANY, 1, OURS),
+        Preference(FEW_HEADS, ANY, ANY, SECOND),
+        Preference(ANY, 512, 16, OURS),
+        Preference(ANY, 512, ANY, FIRST),
+        Preference(ANY, ANY, 1, OURS),
+        Preference(ANY, ANY, 16, SECOND),
+        Preference(ANY, ANY, ANY, FIRST),
     )
     with mock.patch.object(kernel_choice, "PREFERENCES", table):
         assert where_behind(rows) == []
@@ -67,4 +71,4 @@ def test_head_counts_that_disagree_still_have_a_line():
         *measured(2, {OURS: 10, FIRST: 11}),
         *measured(1, {OURS: 13, FIRST: 10}, heads=128),
     ]
-    assert suggested(rows) == ["Preference(ANY, ANY, 'flashmla'),"]
+    assert suggested(rows) == ["Preference(ANY, ANY, ANY, 'flashmla'),"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from ..kernel_choice import kernels_by_tokens
+from ..kernel_choice import FEW_HEADS, kernels_by_tokens
 from ..key_splits import head_blocks
 from .rows import Row
 
@@ -39,20 +39,26 @@ def suggested(rows: list[Row]) -> list[str]:
     ends at the last of them.
     """
     # Of each kernel over the fastest; where head counts meet in a size, the worst of them.
-    slower: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    slower: dict[tuple[bool, int], dict[int, dict[str, float]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for timed in _by_shape(rows).values():
         sizes: dict[str, Any] = timed[0].sizes
         if sizes["cache"] != "bf16":
             continue
-        at = slower[sizes["rows"]][sizes["tokens"] * head_blocks(sizes["heads"])]
+        many = sizes["heads"] > FEW_HEADS
+        at = slower[many, sizes["rows"]][sizes["tokens"] * head_blocks(sizes["heads"])]
         best = min(_us(row) for row in timed)
         for row in timed:
             at[row.provider] = max(at.get(row.provider, 1.0), _us(row) / best)
     lines = []
-    for number in sorted(slower):
-        bound = "ANY" if number == max(slower) else str(number)
+    for many, number in sorted(slower):
+        heads = "ANY" if many else "FEW_HEADS"
+        last = max(keys for kind, keys in slower if kind == many)
+        bound = "ANY" if number == last else str(number)
         lines += [
-            f"Preference({bound}, {most}, {name!r})," for most, name in _steps(slower[number])
+            f"Preference({heads}, {bound}, {most}, {name!r}),"
+            for most, name in _steps(slower[many, number])
         ]
     return lines
 

@@ -22,8 +22,8 @@ from ..workbench import REFUSALS, Workbench
 QUICK_SHAPES = ((64, 512), (64, 2048))
 #: DeepSeek-V3.2's heads, too.
 SHAPES = (*QUICK_SHAPES, (128, 512), (128, 2048))
-#: The dispatch is chosen over what ranks hold at DCP 8 and 2, too, and for TP8 DCP2's few heads.
-_ALL_SHAPES = (*SHAPES, (64, 256), (64, 1024), (16, 1024), (32, 1024))
+#: The dispatch is chosen over what ranks hold at DCP 8 and 2, too, and for few heads, of TP8.
+_ALL_SHAPES = (*SHAPES, (64, 256), (64, 1024), (16, 1024), (32, 1024), (32, 512))
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 4096, 8192)
 _QUICK_TOKENS = (1, 16, 128, 1024)
 KERNELS: tuple[KernelName, ...] = ("triton_decode", "flashmla", "flash_attn3")
