@@ -41,7 +41,7 @@ def on_device(tensor):
 @contextmanager
 def builder(
     *, ours=True, rank=0, dcp=4, pcp=1, interleave=1, mtp=0, settings=None, model="glm-5.2",
-    flatten=None, device="cpu",
+    flatten=None, device="cpu", adaptive=False,
 ):  # fmt: skip
     """Yields a builder of that rank of TP8; ``flatten`` forces the per-token decode path."""
     from vllm.config import set_current_vllm_config
@@ -63,7 +63,7 @@ def builder(
     config.additional_config = {"dcp_mla": settings or {}}
     if mtp:
         config.speculative_config = SimpleNamespace(
-            num_speculative_tokens=mtp, enable_adaptive_verification=False
+            num_speculative_tokens=mtp, enable_adaptive_verification=adaptive
         )
     group = SimpleNamespace(rank_in_group=rank, world_size=dcp)
     cls = DcpIndexerBuilder if ours else indexer.DeepseekV32IndexerMetadataBuilder

@@ -255,6 +255,23 @@ def test_pcp_rows_are_bounded_globally_with_the_same_kernel(rows):
         assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field
 
 
+def test_chunks_of_the_same_requests_share_one_launch():
+    """Bounding the exchange cuts a long prefill into many chunks; each launch costs the host."""
+    from vllm_dcp_mla.indexer import chunks as module
+
+    limit = {"merge_limit_bytes": 10 * 2048 * 8 * 3}
+    lengths, queries = [500, 70], [100, 60]
+    with (
+        builder(dcp=2, settings=limit) as made,
+        mock.patch.object(module, "write_chunk_bounds", wraps=module.write_chunk_bounds) as write,
+    ):
+        found = made.build(0, common_metadata(lengths, queries, 0, 0, 2))
+    spans = {(chunk.block_table.data_ptr(), chunk.num_reqs) for chunk in found.prefill.chunks}
+    assert len(found.prefill.chunks) >= 16
+    assert write.call_count == len(spans) < 3
+    check_prefill(found, lengths, queries, 0, 0, 2, 1)
+
+
 @gathers_pcp_with_dcp
 def test_with_pcp_no_chunk_is_cut_for_an_exchange_that_does_not_happen():
     limit = {"merge_limit_bytes": 10 * 2048 * 8 * 3}

@@ -58,9 +58,8 @@ for _ in range(3000):
     low, high = step()
     ours.append({
         **{name: view() for name in chunk_kernel._POINTERS},
-        **dict(token_origin=draw.choice([0, 1, 16, 33]), slice_start=low, slice_stop=high,
-               dcp_rank=rank, dcp_world=dcp, interleave=interleave,
-               write_token_to_seq=draw.randrange(2), BLOCK=1024, COMPRESS_RATIO=1),
+        **dict(token_origin=draw.choice([0, 1, 16, 33]), dcp_rank=rank, dcp_world=dcp,
+               interleave=interleave, BLOCK=1024, COMPRESS_RATIO=1),
     })
     names = [p.name for p in indexer.BuildPrefillChunkMetadataKernel.kernel.params]
     stock.append({

@@ -137,8 +137,7 @@ def test_rows_follow_the_boundaries_on_the_device(rank):
     common = common.replace(
         query_start_loc_cpu=host_starts, num_actual_tokens=sum(host), max_query_len=4
     )
-    with sm100() as asked, builder(rank=rank, dcp=4, mtp=3) as made:
-        made.vllm_config.speculative_config.enable_adaptive_verification = True
+    with sm100() as asked, builder(rank=rank, dcp=4, mtp=3, adaptive=True) as made:
         poison(made)
         decode = made.build(0, common).decode
     check(made, decode, lengths, queries, rank, 4, 1, padding=sum(host) - sum(queries))

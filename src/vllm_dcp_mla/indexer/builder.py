@@ -40,6 +40,13 @@ class DcpIndexerBuilder(_Hook, DeepseekV32IndexerMetadataBuilder):
         self._max_exchange_rows = max_rows(settings.merge_limit_bytes, topk, self.dcp_world_size)
         # An empty schedule: every slot starts where it ends.
         self._no_work = torch.zeros_like(self.scheduler_metadata_buffer)
+        self._running = scope.Running(self.split_prefills, self._no_work)
+        self._table_width = self.expanded_block_table_buffer.shape[1]
+        # A rank stores something of every request that is longer than its first turn begins.
+        self._begins = self.dcp_rank * self.cp_kv_cache_interleave_size
+        # With adaptive verification the host does not know which request a query row is of.
+        drafts = self.vllm_config.speculative_config
+        self._knows_rows = drafts is None or not drafts.enable_adaptive_verification
         warm(self.vllm_config, self.device, CHUNK_BOUNDS_KERNEL, self.compress_ratio)
 
     def build(
@@ -52,34 +59,31 @@ class DcpIndexerBuilder(_Hook, DeepseekV32IndexerMetadataBuilder):
         """
         if not self.serves_dcp:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        width = common_attn_metadata.block_table_tensor.shape[1]
-        expected = self.expanded_block_table_buffer.shape[1]
-        if width > expected:
+        width = common_attn_metadata.block_table_tensor.size(1)
+        if width > self._table_width:
             raise ValueError(
                 f"rank {self.dcp_rank}: the indexer got a block table of {width} blocks a request, "
-                f"but was made for {expected} (max_model_len "
+                f"but was made for {self._table_width} (max_model_len "
                 f"{self.vllm_config.model_config.max_model_len}, dcp {self.dcp_world_size}); it "
                 "would lose the last ones. Please report this with the vLLM version."
             )
-        empty = self._leading_empty(common_attn_metadata)
-        with scope.building(self.split_prefills, self._no_work, *empty):
+        running = self._running
+        running.empty_requests, running.empty_tokens = self._leading_empty(common_attn_metadata)
+        with running:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _leading_empty(self, common: Any) -> tuple[int, int]:
         """How many requests, and query tokens of them, come before the first with keys here."""
         lengths = common.seq_lens_cpu_upper_bound
-        drafts = self.vllm_config.speculative_config
-        # With adaptive verification the host does not know which request a query row is of.
-        if lengths is None or (drafts is not None and drafts.enable_adaptive_verification):
+        if lengths is None or not self._knows_rows:
             return 0, 0
-        # A rank stores something of every request that is longer than its first turn begins.
-        begins = self.dcp_rank * self.cp_kv_cache_interleave_size
-        if len(lengths) and int(lengths[0]) > begins:  # nearly always, and far quicker to see
+        lengths = lengths.numpy()  # quicker to look at than a tensor
+        if lengths.size and lengths[0] > self._begins:  # nearly always
             return 0, 0
-        holds = lengths > begins
-        if not bool(holds.any()):
-            return len(lengths), common.num_actual_tokens  # the padding of a graph included
-        requests = int(holds.int().argmax())
+        holds = lengths > self._begins
+        if not holds.any():
+            return lengths.size, common.num_actual_tokens  # the padding of a graph included
+        requests = int(holds.argmax())
         return requests, int(common.query_start_loc_cpu[requests])
 
     def split_prefills(

@@ -1,4 +1,4 @@
-"""The kernel that writes the key bounds of a prefill chunk's query rows.
+"""The kernel that writes the key bounds of prefills' query rows.
 
 Stock compiles its kernel for every class of its run-time arguments: 36 variants, 72 with PCP. A
 rank that meets one which was not warmed compiles while the others wait in a collective. This one
@@ -20,12 +20,9 @@ _INT32_END = 1 << 31  # from here on Triton would type an argument i64: another 
 
 _INTEGERS = (
     "token_origin",
-    "slice_start",
-    "slice_stop",
     "dcp_rank",
     "dcp_world",
     "interleave",
-    "write_token_to_seq",
 )
 _POINTERS = (
     "query_start_loc_ptr",
@@ -50,12 +47,9 @@ def _chunk_bounds_kernel(  # type: ignore[no-untyped-def]
     key_start_ptr,
     key_end_ptr,
     token_origin,
-    slice_start,
-    slice_stop,
     dcp_rank,
     dcp_world,
     interleave,
-    write_token_to_seq,
     BLOCK: tl.constexpr,  # noqa: N803
     COMPRESS_RATIO: tl.constexpr,  # noqa: N803
 ):
@@ -68,24 +62,21 @@ def _chunk_bounds_kernel(  # type: ignore[no-untyped-def]
     last = tl.load(query_start_loc_ptr + request + 1) - token_origin
     context = tl.load(seq_lens_ptr + request) - (last - first)
     row_start = tl.load(row_start_ptr + request)
-    begin = tl.maximum(first, slice_start)
-    end = tl.minimum(last, slice_stop)
-    for base in range(begin + worker * BLOCK, end, workers * BLOCK):
+    for base in range(first + worker * BLOCK, last, workers * BLOCK):
         token = base + offsets
-        mask = token < end
+        mask = token < last
         states = (context + token - first + 1) // COMPRESS_RATIO
         rounds = states // (interleave * dcp_world)
         rest = states - rounds * interleave * dcp_world - dcp_rank * interleave
         local = rounds * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
-        tl.store(key_start_ptr + token - slice_start, row_start, mask=mask)
-        tl.store(key_end_ptr + token - slice_start, row_start + local, mask=mask)
+        tl.store(key_start_ptr + token, row_start, mask=mask)
+        tl.store(key_end_ptr + token, row_start + local, mask=mask)
 
     key_begin = tl.load(cu_seq_lens_ptr + request)
     key_end = tl.load(cu_seq_lens_ptr + request + 1)
-    if write_token_to_seq != 0:
-        for base in range(key_begin + worker * BLOCK, key_end, workers * BLOCK):
-            key = base + offsets
-            tl.store(token_to_seq_ptr + key, request, mask=key < key_end)
+    for base in range(key_begin + worker * BLOCK, key_end, workers * BLOCK):
+        key = base + offsets
+        tl.store(token_to_seq_ptr + key, request, mask=key < key_end)
 
 
 _STOCK: Any = load_adapter()
@@ -133,21 +124,19 @@ class ChunkBoundsKernel(_STOCK.TritonJitKernel):
         key_start: torch.Tensor,
         key_end: torch.Tensor,
         token_origin: int,
-        slice_start: int,
-        slice_stop: int,
         dcp_rank: int,
         dcp_world: int,
         interleave: int,
-        write_token_to_seq: int,
         *,
         num_requests: int,
         workers: int,
         compress_ratio: int,
     ) -> Any:
-        """Writes the bounds of a chunk; all tensors int32, see :func:`reference_chunk_bounds`."""
-        if not max(token_origin, slice_stop, dcp_world * interleave) < _INT32_END:
+        """Writes the bounds of requests; all tensors int32, see :func:`reference_chunk_bounds`."""
+        rows = key_start.shape[0]
+        if not max(token_origin + rows, dcp_world * interleave) < _INT32_END:
             raise ValueError(
-                f"a step of {slice_stop} tokens from {token_origin} on is past {_INT32_END - 1}, "
+                f"a step of {rows} tokens from {token_origin} on is past {_INT32_END - 1}, "
                 "the most that the chunk metadata counts; lower --max-num-batched-tokens"
             )
         return (num_requests, workers), {"BLOCK": _BLOCK, "COMPRESS_RATIO": compress_ratio}
@@ -157,13 +146,12 @@ CHUNK_BOUNDS_KERNEL = ChunkBoundsKernel()
 
 
 def write_chunk_bounds(**arguments: Any) -> None:
-    """Launches the kernel with as many workers a request as its longest slice has blocks.
+    """Launches the kernel with as many workers a request as there are blocks of rows or keys.
 
     The arguments are those of :func:`reference_chunk_bounds`.
     """
-    rows = arguments["slice_stop"] - arguments["slice_start"]
-    keys = arguments["token_to_seq"].shape[0] if arguments["write_token_to_seq"] else 0
-    workers = min(max(triton.cdiv(max(rows, keys), _BLOCK), 1), 64)
+    longest = max(arguments[name].shape[0] for name in ("key_start", "token_to_seq"))
+    workers = min(max(triton.cdiv(longest, _BLOCK), 1), 64)
     CHUNK_BOUNDS_KERNEL(**arguments, workers=workers)
 
 
@@ -177,12 +165,9 @@ def reference_chunk_bounds(
     key_start: torch.Tensor,
     key_end: torch.Tensor,
     token_origin: int,
-    slice_start: int,
-    slice_stop: int,
     dcp_rank: int,
     dcp_world: int,
     interleave: int,
-    write_token_to_seq: int,
     num_requests: int,
     compress_ratio: int,
 ) -> None:
@@ -193,27 +178,21 @@ def reference_chunk_bounds(
         seq_lens: ``[requests]`` global lengths, query tokens included, not compressed.
         cu_seq_lens: ``[requests + 1]`` cumulative compressed lengths.
         row_start: ``[requests]`` (at least) first row of each request in the gathered keys.
-        token_to_seq: ``[keys]``, written with the request of each key if ``write_token_to_seq``.
-        key_start: ``[slice_stop - slice_start]``, written with the first key row of a query row.
+        token_to_seq: ``[keys]``, written with the request of each key.
+        key_start: ``[query rows]``, written with the first key row of a query row.
         key_end: the same, written with the end of its keys: what its rank stores of them.
-        token_origin: the chunk's first query token in the step.
-        slice_start, slice_stop: query rows to write, counted from ``token_origin``.
+        token_origin: the requests' first query token in the step.
         dcp_rank, dcp_world, interleave: whose shard the rows are bounded to.
-        write_token_to_seq: 0 or 1.
-        num_requests: requests of the chunk.
+        num_requests: of all tensors.
         compress_ratio: tokens a key stands for.
     """
     from .lengths import local_lengths
 
     for request in range(num_requests):
         first, last = (int(query_start_loc[request + i]) - token_origin for i in (0, 1))
-        begin, end = max(first, slice_start), min(last, slice_stop)
-        if begin < end:
-            context = int(seq_lens[request]) - (last - first)
-            visible = context + 1 + torch.arange(begin - first, end - first, dtype=torch.int32)
-            local = local_lengths(visible // compress_ratio, dcp_rank, dcp_world, interleave)
-            rows = slice(begin - slice_start, end - slice_start)
-            key_start[rows] = row_start[request]
-            key_end[rows] = row_start[request] + local
-        if write_token_to_seq:
-            token_to_seq[int(cu_seq_lens[request]) : int(cu_seq_lens[request + 1])] = request
+        context = int(seq_lens[request]) - (last - first)
+        visible = context + 1 + torch.arange(last - first, dtype=torch.int32)
+        local = local_lengths(visible // compress_ratio, dcp_rank, dcp_world, interleave)
+        key_start[first:last] = row_start[request]
+        key_end[first:last] = row_start[request] + local
+        token_to_seq[int(cu_seq_lens[request]) : int(cu_seq_lens[request + 1])] = request

@@ -9,7 +9,7 @@ and their MTP layers). All others run stock's code, in the same process too.
    builder asks :func:`.scope.serves` and is stock's where the answer is no.
 2. ``indexer.build_prefill_chunk_metadata`` and ``indexer.get_paged_mqa_logits_metadata``: module
    globals that stock's ``build()`` calls, shared with other models' builders. Guard: they do what
-   they did unless one of our builds is running (:func:`.scope.building`).
+   they did unless one of our builds is running (:class:`.scope.Running`).
    With vLLM 0.29 also the module's ``split_indexer_prefill_chunks``, a method since.
 3. ``BuildPrefillChunkMetadataKernel.get_warmup_keys``: stock's variants of the replaced kernel are
    not compiled. Guard: only for engines that :func:`.scope.serves` names.
@@ -74,7 +74,7 @@ def _dispatch_chunks(indexer: Any) -> None:
         running = scope.running()
         if running is None:
             return stock(*args, **kwargs)
-        return running.chunks.chunk_metadata(*args, **kwargs)
+        return running.chunk_metadata(*args, **kwargs)
 
     setattr(build_prefill_chunk_metadata, _MARK, True)
     indexer.build_prefill_chunk_metadata = build_prefill_chunk_metadata

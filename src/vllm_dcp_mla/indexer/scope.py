@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,26 +20,48 @@ MODEL_TYPES = frozenset({"deepseek_v32", "glm_moe_dsa", "deepseek_mtp"})
 
 @dataclass(slots=True)
 class Running:
-    """One of our builds.
+    """A builder's build, while one runs: stock's ``build()`` then gets its chunks from us.
+
+    Decodes come first in a batch. Where this rank stores no key of any of them, DeepGEMM is not
+    asked for a schedule: releases of it read past lengths that are all zero.
 
     Attributes:
         split_prefills: see :meth:`.builder.DcpIndexerBuilder.split_prefills`.
-        chunks: makes its prefill chunks.
         no_work: ``[slots + 1, 2]`` int32, an empty DeepGEMM schedule.
         empty_requests: requests at the front that this rank stores no key of.
         empty_tokens: their query tokens.
+        chunks: makes its prefill chunks; None before the first.
     """
 
     split_prefills: Callable[..., list[tuple[slice, slice]]]
-    chunks: ChunkBuild
     no_work: torch.Tensor
-    empty_requests: int
-    empty_tokens: int
+    empty_requests: int = 0
+    empty_tokens: int = 0
+    chunks: ChunkBuild | None = None
+    _before: Token[Running | None] | None = None
+
+    def __enter__(self) -> None:
+        self._before = _running.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._before is not None
+        _running.reset(self._before)
+        self.chunks = None
 
     def schedules_nothing(self, context_lens: torch.Tensor) -> bool:
         """Whether all these decode rows are of requests that this rank stores no key of."""
+        if not self.empty_requests:
+            return False
         rows, next_n = context_lens.shape if context_lens.dim() == 2 else (len(context_lens), 1)
         return rows <= (self.empty_tokens if next_n == 1 else self.empty_requests)
+
+    def chunk_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`.chunks.ChunkBuild.chunk_metadata`."""
+        if self.chunks is None:
+            from .chunks import ChunkBuild
+
+            self.chunks = ChunkBuild()
+        return self.chunks.chunk_metadata(*args, **kwargs)
 
 
 _running: ContextVar[Running | None] = ContextVar("dcp_mla_indexer_build", default=None)
@@ -54,34 +75,6 @@ def serves(vllm_config: Any) -> bool:
     if model is None or getattr(model.hf_text_config, "model_type", None) not in MODEL_TYPES:
         return False
     return not load_settings(vllm_config.additional_config).disable
-
-
-@contextmanager
-def building(
-    split_prefills: Callable[..., list[tuple[slice, slice]]],
-    no_work: torch.Tensor,
-    empty_requests: int,
-    empty_tokens: int,
-) -> Iterator[None]:
-    """While it runs, stock's ``build()`` gets its chunks from us.
-
-    Decodes come first in a batch. Where this rank stores no key of any of them, DeepGEMM is not
-    asked for a schedule: releases of it read past lengths that are all zero.
-
-    Args:
-        split_prefills: the builder's.
-        no_work: ``[slots + 1, 2]`` int32, an empty DeepGEMM schedule.
-        empty_requests: requests at the front that this rank stores no key of.
-        empty_tokens: their query tokens.
-    """
-    from .chunks import ChunkBuild
-
-    running = Running(split_prefills, ChunkBuild(), no_work, empty_requests, empty_tokens)
-    token = _running.set(running)
-    try:
-        yield
-    finally:
-        _running.reset(token)
 
 
 def running() -> Running | None:
