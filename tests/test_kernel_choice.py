@@ -15,19 +15,23 @@ def test_what_is_not_there_is_passed_over(heads):
     blocks = -(-heads // 64)
     everything = (OURS, FIRST, SECOND)
     assert kernels_by_tokens(heads, 512, everything) == ((8 // blocks, OURS), (ANY, FIRST))
-    assert kernels_by_tokens(heads, 1024, everything) == (
-        *((2 // blocks, OURS), (512 // blocks, FIRST), (ANY, SECOND)),
-    )
-    assert kernels_by_tokens(heads, 1024, (OURS, SECOND)) == ((2 // blocks, OURS), (ANY, SECOND))
+    assert kernels_by_tokens(heads, 1024, everything) == ((4 // blocks, OURS), (ANY, FIRST))
+    assert kernels_by_tokens(heads, 1024, (OURS, SECOND)) == ((4 // blocks, OURS), (ANY, SECOND))
     assert kernels_by_tokens(heads, 2048, (OURS, SECOND)) == ((4 // blocks, OURS), (ANY, SECOND))
     assert kernels_by_tokens(heads, 512, (OURS,)) == ((ANY, OURS),)
+
+
+def test_one_token_of_two_blocks_of_heads():
+    assert kernels_by_tokens(128, 2048, (OURS, FIRST, SECOND)) == ((ANY, FIRST),)
+    assert kernels_by_tokens(64, 2048, (OURS, FIRST, SECOND)) == ((1, OURS), (ANY, FIRST))
 
 
 @pytest.mark.parametrize("heads", [1, 16, 32])
 def test_few_heads_do_not_fill_flashmlas_tiles(heads):
     everything = (OURS, FIRST, SECOND)
-    assert kernels_by_tokens(heads, 1024, everything) == ((8, OURS), (ANY, SECOND))
-    assert kernels_by_tokens(heads, 512, (OURS, FIRST)) == ((8, OURS), (ANY, FIRST))
+    assert kernels_by_tokens(heads, 512, everything) == ((32, OURS), (ANY, SECOND))
+    assert kernels_by_tokens(heads, 1024, everything) == ((16, OURS), (ANY, SECOND))
+    assert kernels_by_tokens(heads, 1024, (OURS, FIRST)) == ((16, OURS), (ANY, FIRST))
 
 
 @given(
@@ -43,19 +47,21 @@ def test_every_launch_has_a_kernel_that_is_there(heads, rows, shipped):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "fastest"),
+    ("heads", "rows", "tokens", "fastest"),
     [
-        *((1, 256, OURS), (16, 256, FIRST), (1, 512, OURS), (16, 512, FIRST), (24, 512, FIRST)),
-        *((2, 1024, OURS), (16, 1024, FIRST), (48, 1024, FIRST), (1024, 1024, SECOND)),
-        *((1, 2048, OURS), (16, 2048, FIRST), (128, 2048, FIRST), (4096, 2048, SECOND)),
+        *((64, 256, 1, OURS), (64, 256, 16, FIRST), (64, 512, 4, OURS), (64, 512, 16, FIRST)),
+        *((64, 1024, 2, OURS), (64, 1024, 8, FIRST), (64, 1024, 1024, FIRST)),
+        *((64, 2048, 1, OURS), (64, 2048, 4, FIRST), (64, 2048, 128, FIRST)),
+        *((128, 512, 2, OURS), (128, 512, 8, FIRST), (128, 2048, 2, FIRST)),
+        *((32, 512, 24, OURS), (32, 512, 64, SECOND), (16, 1024, 8, OURS), (16, 1024, 24, SECOND)),
     ],
 )
-def test_the_dispatch_takes_the_fastest_that_was_measured(tokens, rows, fastest):
-    steps = kernels_by_tokens(64, rows, (OURS, FIRST, SECOND))
+def test_the_dispatch_takes_the_fastest_that_was_measured(heads, rows, tokens, fastest):
+    steps = kernels_by_tokens(heads, rows, (OURS, FIRST, SECOND))
     assert next(name for most, name in steps if tokens <= most) == fastest
 
 
-def test_the_table_ends_with_every_kernel_for_any_launch():
-    last = [(line.heads, line.rows, line.blocks) for line in PREFERENCES[-3:]]
-    assert last == [(ANY, ANY, ANY)] * 3
-    assert {line.kernel for line in PREFERENCES[-3:]} == {OURS, FIRST, SECOND}
+def test_every_kernel_has_a_line_for_any_launch():
+    found = {p.kernel for p in PREFERENCES if (p.heads, p.rows, p.blocks) == (ANY, ANY, ANY)}
+    assert found == {OURS, FIRST, SECOND}
+    assert PREFERENCES[-1].kernel == OURS, "what is always there is last"
