@@ -26,6 +26,9 @@ def forward(query, cache, indices, scale, *, d_v, topk_length, out):
     assert indices.shape[-1] % 128 == 0
     assert out.is_contiguous()
     assert query.is_contiguous()
+    # Blocks write their outputs while others still read their queries.
+    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    assert query.data_ptr() >= end or query.data_ptr() + query.nbytes <= begin
     LAUNCHED.append((tokens, indices.shape[-1]))
     found = torch.full((tokens, heads), math.inf)
     for token, count in enumerate(topk_length.tolist()):
