@@ -43,11 +43,17 @@ def test_one_buffer_a_device():
 
 def test_memory_for_partial_results_is_made_once_a_device_beside_the_other():
     first, _ = acquire(8, 16)
-    made = device_buffer.acquire_partials(CPU, 512, 64)
-    assert made.workspace.numel() == partial_bytes(512, 64, device_buffer.num_sms(CPU))
-    assert device_buffer.acquire_partials(CPU, 512, 64) is made
+    made = device_buffer.acquire_partials(CPU, 512)
+    assert made.workspace.numel() == partial_bytes(512, device_buffer.num_sms(CPU))
+    assert device_buffer.acquire_partials(CPU, 512) is made
     assert acquire(8, 16)[0] is first
     assert made.workspace.data_ptr() != first.workspace.data_ptr()
+
+
+def test_memory_for_partial_results_of_a_larger_model_is_refused():
+    device_buffer.acquire_partials(CPU, 256)
+    with pytest.raises(ValueError, match=r"512 latent dims need \d+ bytes, but .* made \d+ on cpu"):
+        device_buffer.acquire_partials(CPU, 512)
 
 
 @pytest.mark.parametrize(

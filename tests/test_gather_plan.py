@@ -97,18 +97,20 @@ def test_a_plan_fits_its_limit_or_names_one_that_suffices(sizes):
     st.integers(1, 40),
     st.sampled_from([1, 4, 64]),
     st.sampled_from([1, 2, 4, 8]),
+    st.none() | st.integers(0, 300),
 )
 def test_chunks_hold_every_row_once_and_every_position_in_its_range(
-    lengths, turns, interleave, dcp
+    lengths, turns, interleave, dcp, together
 ):
     capacity = turns * interleave
     shares = [local_seq_len(length, 0, dcp, interleave) for length in lengths]
-    chunks = plan_chunks(shares, capacity, interleave)
+    chunks = plan_chunks(shares, capacity, interleave, most_together=together)
     seen = []
     for chunk in chunks:
         first, last = chunk.requests
         assert len(chunk.rows) == last - first
         assert 0 < chunk.rows_per_rank <= capacity
+        assert len(chunk.rows) == 1 or together is None or chunk.rows_per_rank <= together
         if chunk.whole:
             assert chunk.start == 0
             seen += [(r, row) for r, n in zip(range(first, last), chunk.rows, strict=True)
@@ -135,6 +137,19 @@ def test_chunks_are_full_where_requests_allow_it():
         ((4, 6), (2, 8), 0, True),
     ]
     assert plan_chunks([], 10, 1) == []
+
+
+def test_fewer_rows_share_a_chunk_where_that_is_asked_for():
+    chunks = plan_chunks([3, 3, 1, 9, 2, 12, 2, 3], 10, 1, most_together=6)
+    assert [(c.requests, c.rows, c.start, c.whole) for c in chunks] == [
+        ((0, 2), (3, 3), 0, True),
+        ((2, 3), (1,), 0, True),
+        ((3, 4), (9,), 0, True),
+        ((4, 5), (2,), 0, True),
+        ((5, 6), (10,), 0, False),
+        ((5, 6), (2,), 10, False),
+        ((6, 8), (2, 3), 0, True),
+    ]
 
 
 def test_a_capacity_of_broken_turns_is_refused():

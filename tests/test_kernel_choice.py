@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_dcp_mla.kernel_choice import PREFERENCES, kernels_by_tokens
+from vllm_dcp_mla.kernel_choice import PREFERENCES, kernels_by_tokens, widens
 from vllm_dcp_mla.key_splits import ANY
 
 OURS, FIRST, SECOND = "triton_decode", "flashmla", "flash_attn3"
@@ -31,7 +31,7 @@ def test_few_heads_do_not_fill_flashmlas_tiles(heads):
     everything = (OURS, FIRST, SECOND)
     assert kernels_by_tokens(heads, 512, everything) == ((32, OURS), (ANY, SECOND))
     assert kernels_by_tokens(heads, 1024, everything) == ((16, OURS), (ANY, SECOND))
-    assert kernels_by_tokens(heads, 1024, (OURS, FIRST)) == ((16, OURS), (ANY, FIRST))
+    assert kernels_by_tokens(heads, 1024, (OURS, FIRST)) == ((64, OURS), (ANY, FIRST))
 
 
 @given(
@@ -59,6 +59,18 @@ def test_every_launch_has_a_kernel_that_is_there(heads, rows, shipped):
 def test_the_dispatch_takes_the_fastest_that_was_measured(heads, rows, tokens, fastest):
     steps = kernels_by_tokens(heads, rows, (OURS, FIRST, SECOND))
     assert next(name for most, name in steps if tokens <= most) == fastest
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "rows", "pays"),
+    [
+        *((128, 1 << 16, 1 << 13, True), (127, 1 << 16, 1 << 13, False)),
+        *((8192, 1 << 22, 1 << 16, True), (256, 1 << 16, 1 << 16, False)),
+        (256, 1 << 13, 0, False),
+    ],
+)
+def test_a_prefill_widens_where_its_tokens_attend_a_row_more_than_once(tokens, keys, rows, pays):
+    assert widens(tokens, keys, rows) is pays
 
 
 def test_every_kernel_has_a_line_for_any_launch():

@@ -33,7 +33,7 @@ def test_partial_results_and_arrivals_fit_whatever_the_launch_is(tokens, heads, 
     if splits > 1:
         blocks = tokens * head_blocks(heads, tiling.heads)
         assert blocks * splits <= sms * tiling.blocks_per_sm
-        assert tokens * splits * heads * (512 + 1) * 4 <= partial_bytes(512, 64, sms)
+        assert tokens * splits * heads * (512 + 1) * 4 <= partial_bytes(512, sms)
         assert blocks * 4 <= arrival_bytes(sms)
 
 
@@ -61,7 +61,7 @@ def test_spread_parts_fit_whatever_the_launch_is(tokens, heads, topk, rows, sms)
     assert parts >= 1
     if parts > 1:
         assert tokens * head_blocks(heads) * parts <= sms
-        assert tokens * parts * heads * (512 + 576) * 2 <= partial_bytes(512, 64, sms)
+        assert tokens * parts * heads * (512 + 576) * 2 <= partial_bytes(512, sms)
         width = spread_width(topk, parts)
         assert width % 128 == 0
         # The largest part of a row of any length.

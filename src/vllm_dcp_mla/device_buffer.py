@@ -1,8 +1,9 @@
 """The workspaces of a CUDA device: made while the model loads, never moved, never re-made.
 
 CUDA graphs keep their addresses, and every layer, drafter and engine of a process shares them in
-stream order. trtllm-gen has one, our Triton kernel another, and PCP with DCP gathers keys in a
-third. A later caller who would want more plans against what is there and splits finer.
+stream order. trtllm-gen has one, Hopper's kernels another for keys that are split, and PCP with DCP
+gathers keys in a third. A later caller who would want more plans against what is there and splits
+finer.
 """
 
 from __future__ import annotations
@@ -77,20 +78,28 @@ def acquire(
     return buffers, plan
 
 
-def acquire_partials(device: torch.device, latent_dim: int, rotary_dim: int) -> LaunchBuffers:
-    """The device's memory for partial results of split keys, made by the first caller.
+def acquire_partials(device: torch.device, latent_dim: int) -> LaunchBuffers:
+    """The device's memory for launches that split keys, made by the first caller.
 
-    Its size follows from the device and the head dims alone, so that it suffices for every launch.
+    Partial results lie there, and copies of the queries for a kernel that does not split by itself.
+    Its size follows from the device and the latent dim alone, so that it suffices for every launch.
 
     Args:
         device: an explicit device.
         latent_dim: elements of a result.
-        rotary_dim: elements that a query has beside.
+
+    Raises:
+        ValueError: a latent dim larger than the first caller's.
     """
+    sms = num_sms(device)
+    size = partial_bytes(latent_dim, sms)
     buffers = _PARTIALS.get(device)
+    if buffers is not None and size > buffers.workspace.numel():
+        raise ValueError(
+            f"partial results of {latent_dim} latent dims need {size} bytes, but a model of fewer "
+            f"made {buffers.workspace.numel()} on {device}; serve the models from two processes."
+        )
     if buffers is None:
-        sms = num_sms(device)
-        size = partial_bytes(latent_dim, rotary_dim, sms)
         buffers = _PARTIALS[device] = LaunchBuffers(
             workspace=torch.empty(size, dtype=torch.int8, device=device),
             counters=torch.zeros(arrival_bytes(sms), dtype=torch.uint8, device=device),

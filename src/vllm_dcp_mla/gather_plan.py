@@ -135,13 +135,20 @@ class Chunk:
         return self.start * dcp, stop * dcp
 
 
-def plan_chunks(shares: Sequence[int], rows_per_rank: int, interleave: int) -> list[Chunk]:
+def plan_chunks(
+    shares: Sequence[int],
+    rows_per_rank: int,
+    interleave: int,
+    *,
+    most_together: int | None = None,
+) -> list[Chunk]:
     """Packs requests into chunks, in order, and cuts those that do not fit.
 
     Args:
         shares: each request's rows on the fullest rank.
         rows_per_rank: most rows that a rank sends at a time; whole turns of the interleave.
         interleave: tokens a rank stores before the next takes over.
+        most_together: most rows of requests that share a chunk; None for ``rows_per_rank``.
 
     Returns:
         Chunks that hold every row of every request once. Chunks of a request that was cut are next
@@ -152,8 +159,10 @@ def plan_chunks(shares: Sequence[int], rows_per_rank: int, interleave: int) -> l
     """
     if rows_per_rank < 1 or rows_per_rank % interleave:
         raise ValueError(f"rows_per_rank is {rows_per_rank}, not a multiple of {interleave}")
+    together = rows_per_rank if most_together is None else min(rows_per_rank, most_together)
     chunks: list[Chunk] = []
     packed: list[int] = []
+    taken = 0
 
     def close(request: int) -> None:
         if packed:
@@ -161,10 +170,12 @@ def plan_chunks(shares: Sequence[int], rows_per_rank: int, interleave: int) -> l
             packed.clear()
 
     for request, share in enumerate(shares):
-        if sum(packed) + share > rows_per_rank:
+        if taken + share > together:
             close(request)
+            taken = 0
         if share <= rows_per_rank:
             packed.append(share)
+            taken += share
             continue
         for start in range(0, share, rows_per_rank):
             rows = min(rows_per_rank, share - start)

@@ -55,6 +55,7 @@ PREFERENCES: tuple[Preference, ...] = (
     Preference(FEW_HEADS, 512, 32, "triton_decode"),
     Preference(FEW_HEADS, ANY, 16, "triton_decode"),
     Preference(FEW_HEADS, ANY, ANY, "flash_attn3"),
+    Preference(FEW_HEADS, ANY, 64, "triton_decode"),
     Preference(ANY, 512, 8, "triton_decode"),
     Preference(ANY, 1024, 4, "triton_decode"),
     Preference(ANY, ANY, 1, "triton_decode"),
@@ -64,6 +65,25 @@ PREFERENCES: tuple[Preference, ...] = (
     Preference(ANY, ANY, ANY, "flash_attn3"),
     Preference(ANY, ANY, ANY, "triton_decode"),
 )
+
+#: Query tokens from which a library that is there takes a launch, and its keys are not split.
+MANY_TOKENS = 128
+#: Keys that tokens must attend for each row that is widened, and for the launches. On an H200 a row
+#: takes 0.6 ns and the launches 6 us, and a key is attended 0.5 to 0.7 ns sooner at 16, 32 and 64
+#: heads (``vllm-dcp-mla bench --work prefill``).
+_KEYS_PER_ROW = 1
+_KEYS_PER_STEP = 1 << 14
+
+
+def widens(tokens: int, keys: int, rows: int) -> bool:
+    """Whether a prefill from an fp8 cache widens its rows to bf16 first, from host lengths alone.
+
+    Args:
+        tokens: query tokens.
+        keys: that they attend here, all together, about.
+        rows: rows of the cache that they attend some of.
+    """
+    return tokens >= MANY_TOKENS and keys >= _KEYS_PER_ROW * rows + _KEYS_PER_STEP
 
 
 def kernels_by_tokens(

@@ -15,6 +15,8 @@ PARTIAL_HEADS = 64
 MAX_SPLITS = 64
 #: Keys that FlashMLA's kernel works on at a time.
 SPREAD_KEYS = 128
+#: Rotary dims of the queries that it takes.
+_SPREAD_ROTARY_DIM = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +169,14 @@ def spread_width(topk: int, parts: int) -> int:
     return -(-topk // (parts * SPREAD_KEYS)) * SPREAD_KEYS
 
 
-def partial_bytes(latent_dim: int, rotary_dim: int, num_sms: int) -> int:
-    """Bytes that suffice for the partial results of every launch, of any model.
+def partial_bytes(latent_dim: int, num_sms: int) -> int:
+    """Bytes that suffice for the partial results of every launch, of models with and without rope.
 
     They are float32 with an LSE, or bf16 beside bf16 copies of the queries. Follows from the bounds
     in :func:`num_splits`, :func:`num_spreads` and of :class:`Tiling`.
     """
     split = (latent_dim + 1) * 4
-    spread = (latent_dim + latent_dim + rotary_dim) * 2
+    spread = (latent_dim + latent_dim + _SPREAD_ROTARY_DIM) * 2
     return num_sms * PARTIAL_HEADS * max(split, spread)
 
 

@@ -99,7 +99,7 @@ def check_topology(tp: int, pcp: int, dcp: int, heads: int) -> list[str]:
         "--decode-context-parallel-size": dcp,
     }
     problems = [
-        f"{flag} is {size}: it counts ranks and must be at least 1; leave it out for 1."
+        f"{flag} is {size}: it counts ranks and must be at least 1; use 1 or more."
         for flag, size in flags.items()
         if size < 1
     ]

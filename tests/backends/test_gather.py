@@ -84,7 +84,7 @@ class Rank:
             dcp=dcp, interleave=shape.interleave, device=torch.device("cpu"),
         )  # fmt: skip
         self.metadata = SimpleNamespace(
-            gather=step, num_decode_tokens=int(starts[shape.num_decodes]), block_size=64,
+            gather=step, wide=None, num_decode_tokens=int(starts[shape.num_decodes]), block_size=64,
             block_table=self.shards[0][1], cp_kv_cache_interleave_size=shape.interleave,
             req_id_per_token=torch.tensor(self.batch.token_request, dtype=torch.int32),
         )  # fmt: skip

@@ -106,7 +106,7 @@ def test_all_layers_share_one_workspace_of_the_device():
         impls = [make_impl(backend(), config) for _ in range(3)]
     assert len({impl._buffers.workspace.data_ptr() for impl in impls}) == 1
     (buffers,) = device_buffer._PARTIALS.values()
-    assert buffers.workspace.numel() == partial_bytes(512, 64, 4)
+    assert buffers.workspace.numel() == partial_bytes(512, 4)
     assert device_buffer._BY_DEVICE == {}
 
 
@@ -135,7 +135,7 @@ def with_kernels(**kernels):
             raise ImportError(f"{name} is not here")
         return kernels[name]
 
-    return mock.patch("vllm_dcp_mla.backends.hopper.load_kernel", load)
+    return mock.patch("vllm_dcp_mla.backends.hopper_kernels.load_kernel", load)
 
 
 def test_each_step_takes_the_kernel_of_the_table_that_takes_the_shape():
@@ -199,7 +199,7 @@ def test_every_kernel_of_a_layer_is_registered_for_warm_up(cache_dtype, dtype):
     from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     from vllm.v1.attention.backends.mla import compressor_utils, indexer
 
-    from vllm_dcp_mla.kernels import finish, merge_parts, spread, triton_decode
+    from vllm_dcp_mla.kernels import merge_parts, triton_decode
 
     with engine(settings=TRITON) as config:
         config.kernel_config.enable_jit_warmup = True
@@ -213,7 +213,6 @@ def test_every_kernel_of_a_layer_is_registered_for_warm_up(cache_dtype, dtype):
         compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL,
         indexer._PREPARE_UNIFORM_DECODE_KERNEL,
         indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL,
-        *([finish.FINISH_KERNEL, spread.SPREAD_KERNEL] if dtype == torch.bfloat16 else []),
     }
     (arguments,) = registry._registrations[triton_decode.ATTEND_KERNEL]
     keys = triton_decode.ATTEND_KERNEL.get_warmup_keys(*arguments[0], **arguments[1])
@@ -259,7 +258,11 @@ def test_decodes_of_several_tokens_stay_decodes():
     from vllm.v1.attention.ops.dcp import MLADCPManager
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-    layer = SimpleNamespace(prefill_backend=None, dcp_manager=MLADCPManager.__new__(MLADCPManager))
+    layer = SimpleNamespace(
+        prefill_backend=None,
+        dcp_manager=MLADCPManager.__new__(MLADCPManager),
+        impl=SimpleNamespace(widens_keys=False),
+    )
     spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     thresholds = []
     with (

@@ -126,28 +126,35 @@ def test_the_smallest_limit_that_costs_little():
     assert verdicts(rows[1:]) == []
 
 
+@pytest.mark.parametrize(("sms", "more"), [(132, [4092]), (148, [3996]), (128, [])])
+def test_a_limit_of_whole_waves_is_among_the_limits(sms, more):
+    from vllm_dcp_mla.bench.works import split
+
+    assert split.limits_of(sms) == sorted([*split.LIMITS, *more])
+
+
 @pytest.fixture
 def small_step(monkeypatch, narrow):
     from vllm_dcp_mla.bench.works import step
 
-    monkeypatch.setattr(step, "_BLOCKS", 32)
+    monkeypatch.setattr(step, "BLOCKS", 32)
     monkeypatch.setattr(step, "_CONTEXT", 2048)
-    monkeypatch.setattr(step, "_HEADS", 16)
+    monkeypatch.setattr(step, "HEADS", 16)
     torch.manual_seed(5)
     return step
 
 
 def test_our_step_from_positions_to_what_is_sent(small_step):
     for name in inputs.CACHES:
-        rows, scale = small_step._random_cache(name, CPU)
+        rows, scale = small_step.random_cache(name, CPU)
         chosen = small_step._select(3, 1, CPU)
         attend = small_step.ours(workbench(), rows, scale, chosen)
         version = small_step.Version(attend, rows, scale, 1152)
-        assert small_step._problem(version, chosen) is None
+        assert small_step.problem_of(version, chosen) is None
         sent = small_step._step(version, chosen.queries[0], chosen.topk[0])
         assert sent.shape == (4, 3, 4, 514)
         wrong = small_step.Version(attend, rows * 1.1 if scale == 1 else rows, scale * 1.2, 1152)
-        assert small_step._problem(wrong, chosen) is not None
+        assert small_step.problem_of(wrong, chosen) is not None
 
 
 @pytest.fixture
@@ -192,7 +199,41 @@ def test_stocks_step_runs_its_own_code(small_step, stock_kernel):
     packed, rows = small_step.random_ds_mla_cache(CPU, 32)
     chosen = small_step._select(3, 1, CPU)
     version = small_step.Version(small_step.stock(packed, chosen), rows, 1.0, 656)
-    assert small_step._problem(version, chosen) is None
+    assert small_step.problem_of(version, chosen) is None
+
+
+@pytest.fixture
+def small_prefill(small_step, stock_kernel, monkeypatch):
+    from vllm_dcp_mla.bench.works import prefill
+
+    monkeypatch.setattr(prefill, "BLOCKS", 32)
+    monkeypatch.setattr(prefill, "HEADS", 16)
+    monkeypatch.setattr(prefill, "TOPK", 128)
+    monkeypatch.setattr(prefill, "_QUICK_TOKENS", (3, 5))
+    monkeypatch.setattr(prefill, "_QUICK_CONTEXTS", (2048,))
+    return prefill
+
+
+def test_a_prefill_from_every_cache_and_from_widened_keys(small_prefill):
+    run = workbench()
+    rows = list(small_prefill.run(run))
+    assert [r.problem or r.note for r in rows] == [None] * 8
+    assert {r.provider for r in rows} >= {small_prefill.WIDENED, small_prefill.AS_CACHED}
+    assert len(run.remarks) == 2
+    assert all("over stock's" in said for said in run.remarks)
+
+
+def test_the_wrong_choice_of_a_prefill_is_said(small_prefill):
+    def rows(tokens, as_cached, widened):
+        for provider, us in (("fp8_e4m3", as_cached), ("fp8_e4m3 widened", widened)):
+            sizes = {"tokens": tokens, "context": 131_072, "dcp": 4, "heads": 64}
+            yield Row("prefill", f"{tokens} tokens", provider, us, 0.01, sizes=sizes)
+
+    said = small_prefill.where_wrong([*rows(8192, 100, 120), *rows(64, 60, 50), *rows(65, 9, 9)])
+    assert said == [
+        "prefill, 8192 tokens: widened, 20% behind the other way.",
+        "prefill, 64 tokens: not widened, 20% behind the other way.",
+    ]
 
 
 def test_the_step_of_both_from_its_caches_to_its_remarks(small_step, stock_kernel, monkeypatch):

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -60,3 +61,43 @@ def test_a_closed_pipe_makes_no_noise(flags):
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=env) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [["plan"], ["plan", "--json"], ["--help"], ["--version"]])
+def test_a_full_disk_behind_standard_output_is_said(arguments):
+    program = "import sys; from vllm_dcp_mla.cli.main import main; sys.exit(main())"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 1
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("standard output cannot be written: No space left on device")
+
+
+def test_a_closed_standard_output_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["plan"]) == 1
+    assert capsys.readouterr().err.startswith("standard output is closed")
+
+
+def test_what_the_machine_refuses_is_one_sentence(capsys, monkeypatch):
+    from vllm_dcp_mla.cli import plan
+
+    def refuse(*_):
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(plan, "_one", refuse)
+    assert main(["plan"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "No usable temporary directory found in ['/tmp']" in line
+
+
+@pytest.mark.parametrize("columns", ["0", "20", "40"])
+def test_a_narrow_terminal_loses_no_figure(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["plan", "--sweep", "dcp=4,8"]) == 0
+    said = capsys.readouterr().out
+    assert len(re.findall(r"\d,\d{3},\d{3}", said)) == 2
+    assert "\u2026" not in said

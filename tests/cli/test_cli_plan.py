@@ -321,6 +321,57 @@ def test_a_plot_that_cannot_be_written_is_named(capsys, tmp_path, file, status):
     got, said = plan(capsys, "--plot", str(tmp_path / file))
     assert got == status
     assert said.err.startswith("--plot")
+    # What was asked for is said all the same, where it could be read.
+    assert ("KV cache" in said.out) is (status == 1)
+
+
+def test_json_says_what_was_not_drawn(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    status, answer = plan_json(capsys, "--plot", str(tmp_path / "none" / "plot.png"))
+    assert (status, answer["ok"]) == (1, False)
+    assert answer["problems"][0].startswith("--plot cannot write")
+    assert answer["kv"]["budget_bytes"] > 0
+
+
+def test_a_sweep_without_figures_says_why(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    status, said = plan(capsys, "--sweep", "dcp=3,5", "--plot", str(tmp_path / "plot.png"))
+    assert status == 1
+    assert "it must divide --tensor-parallel-size 8" in said.err
+    assert "--plot has nothing to draw" in said.err
+
+
+@pytest.mark.parametrize("swept", ["dcp=1,a", "comm=ag_rs,smoke"])
+def test_a_swept_value_that_cannot_be_read_is_status_2(capsys, swept):
+    status, said = plan(capsys, "--sweep", swept)
+    assert (status, said.out) == (2, "")
+    assert said.err.startswith(f"--{swept.partition('=')[0]} is {swept.rpartition(',')[2]!r}")
+
+
+@pytest.mark.parametrize("more", [("--sweep", "dcp=1,2"), ("--plot", "a.png")])
+def test_a_comparison_plans_nothing(capsys, more):
+    status, said = plan(capsys, "--compare", "a.json", "b.json", *more)
+    assert (status, said.out) == (2, "")
+    assert "leave --sweep and --plot out" in said.err
+
+
+@pytest.mark.parametrize(
+    ("figures", "named"),
+    [
+        (("--kv-gib", "165"), "--kv-gib is 165.00 GiB, but vLLM plans with 164.68 GiB"),
+        (("--kv-gib", "164", "--graphs-gib", "1"), "--kv-gib is 164.00 GiB"),
+        (("--kv-gib", "60", "--free-gib", "14.4"), "--free-gib is 14.40 GiB, but no more than"),
+    ],
+)
+def test_figures_that_no_start_has_are_refused(capsys, figures, named):
+    status, said = plan(capsys, "--total-gib", "179", *figures)
+    assert (status, said.out) == (1, "")
+    assert said.err.startswith(named)
+
+
+def test_graphs_are_free_until_they_are_captured(capsys):
+    figures = ("--total-gib", "179", "--kv-gib", "60", "--graphs-gib", "1", "--free-gib", "14.4")
+    assert plan(capsys, *figures)[0] == 0
 
 
 def test_bars_are_as_tall_as_the_gpu(capsys):

@@ -104,6 +104,13 @@ def test_the_table_is_legible_in_a_pipe(capsys, ran):
     assert max(map(len, said.out.splitlines())) <= 100
 
 
+def test_a_plugin_that_is_switched_off_has_nothing_to_rehearse(capsys, no_machine, monkeypatch):
+    monkeypatch.setenv("VLLM_DCP_MLA_DISABLE", "1")
+    status, report = rehearse_json(capsys)
+    assert (status, len(report["problems"])) == (1, 1)
+    assert report["problems"][0].startswith("VLLM_DCP_MLA_DISABLE is set")
+
+
 BAD_FLAGS = [
     ("--tp", "x"),
     ("--dcp", ""),

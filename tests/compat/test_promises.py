@@ -123,6 +123,7 @@ def test_a_decode_build_waits_for_nothing():
     prepare = next(n for n in vars(indexer) if n.lower() == "_prepare_uniform_decode_kernel")
     with (
         mock.patch.object(indexer, prepare),
+        mock.patch("vllm_dcp_mla.indexer.builder.write_local_lengths") as write,
         builder(rank=2, dcp=8, device="meta") as made,
         HostReads() as reads,
     ):
@@ -130,6 +131,7 @@ def test_a_decode_build_waits_for_nothing():
         with no_new_tensors():
             made.build(0, common)
     assert reads.count == 0
+    assert write.call_count == 1
 
 
 def reasons(config, name, cache, **parallel):

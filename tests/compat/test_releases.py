@@ -66,4 +66,3 @@ def test_what_is_left_to_stock_is_what_the_table_has():
     for release in RELEASES:
         left = " ".join(upstream.left_to_stock(release))
         assert ("eager mask" in left) is release.masks_no_sequences
-        assert ("decode bounds" in left) is (release.minor >= 30)

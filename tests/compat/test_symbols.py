@@ -26,7 +26,8 @@ ENGINE = (
 FILES = {
     "FLASH_ATTN_MLA_SPARSE_FA4": ("backends/flash_attn_4.py",),
     "FLASH_ATTN_MLA_SPARSE": (
-        *("backends/hopper.py", "compat/flat_cache.py"),
+        *("backends/hopper.py", "backends/hopper_kernels.py", "compat/flat_cache.py"),
+        *("backends/wide_keys.py", "backends/wide_metadata.py", "kernels/widen.py"),
         *("kernels/flashmla.py", "kernels/flash_attn3.py", "kernels/triton_decode.py"),
         *("kernels/finish.py", "kernels/merge_parts.py", "kernels/spread.py"),
     ),

@@ -113,6 +113,7 @@ def test_vllm_plugins_is_read_as_vllm_reads_it(environ, status, fix):
         ({"VLLM_DCP_MLA_DISABLE": "0"}, "pass"),
         ({"VLLM_DCP_MLA_DISABLE": "perhaps"}, "fail"),
         ({"VLLM_DCP_MLA_KERNEL": "fast"}, "fail"),
+        ({"VLLM_DCP_MLA_SLAB_LIMIT": "5"}, "warn"),
         ({"VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE": "2GiB"}, "fail"),
     ],
 )
@@ -120,6 +121,14 @@ def test_settings_are_checked(environ, status):
     check = check_settings(environ)
     assert check.status == status
     assert all(name in check.found for name, value in environ.items() if value != "0" or status)
+
+
+def test_a_misspelt_setting_is_named_with_the_one_it_is_like():
+    check = check_settings({"VLLM_DCP_MLA_SLAB_LIMIT": "5"})
+    assert check.fix == "unset VLLM_DCP_MLA_SLAB_LIMIT; did you mean VLLM_DCP_MLA_SLAB_LIMIT_BYTES?"
+    # It is no reason for a backend to be stock's.
+    (member, *_) = check_members(registry(**{}), {"VLLM_DCP_MLA_SLAB_LIMIT": "5"})
+    assert member.status == "pass"
 
 
 def test_members_of_ours_pass():

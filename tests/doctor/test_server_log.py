@@ -94,6 +94,34 @@ def test_a_healthy_log_has_none():
     assert (check.status, check.found) == ("pass", "no known failure in 4 lines")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "(EngineCore) ERROR 11-30 [core.py:1] Engine core initialization failed",
+        "Traceback (most recent call last):",
+    ],
+)
+def test_a_failure_that_is_not_known_is_told(line):
+    (check,) = examine_log([*HEALTHY, line]).checks
+    assert (check.status, check.found) == (
+        "warn",
+        f"no known failure in 5 lines, but line 5 says: {line}",
+    )
+    warned = f"WARNING 11-30 [x.py:1] falls back: {line}"
+    assert examine_log([*HEALTHY, warned]).checks[0].status == "pass"
+    known = examine_log([line, LINES["negative KV budget"]]).checks
+    assert [c.name for c in known] == ["negative KV budget"]
+
+
+def test_what_is_no_log_of_vllms_is_told():
+    (check,) = examine_log(["\x1f\x8b\x08", "noise"]).checks
+    assert (check.status, check.found) == (
+        "warn",
+        "no known failure in 2 lines, none of which names vLLM",
+    )
+
+
 def test_an_empty_log_is_no_proof():
     report = examine_log([])
     assert not report.ok

@@ -80,6 +80,29 @@ def test_stocks_prefill_build_waits():
             made.build(0, common)
 
 
+def test_local_lengths_of_any_view_in_one_compilation():
+    import triton
+
+    from vllm_dcp_mla.indexer.length_kernel import LOCAL_LENGTHS_KERNEL, write_local_lengths
+    from vllm_dcp_mla.indexer.lengths import local_lengths
+
+    LOCAL_LENGTHS_KERNEL.warmup()
+    compiled = []
+    hook = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
+    try:
+        for count, rank, dcp, interleave in ((1, 0, 1, 1), (16, 7, 8, 64), (3001, 1, 2, 1)):
+            lengths = torch.randint(1 << 20, (count + 1,), dtype=torch.int32, device="cuda")[1:]
+            local = torch.full((count + 3,), -7, dtype=torch.int32, device="cuda")[2:-1]
+            write_local_lengths(lengths, local, rank=rank, dcp=dcp, interleave=interleave)
+            assert torch.equal(local, local_lengths(lengths, rank, dcp, interleave))
+            write_local_lengths(lengths, lengths, rank=rank, dcp=dcp, interleave=interleave)
+            assert torch.equal(local, lengths)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = hook
+    assert compiled == []
+
+
 def test_one_compilation_serves_all_calls():
     import random
 

@@ -171,6 +171,66 @@ def test_nothing_waits_for_the_gpu_and_nothing_compiles_after_warm_up():
     assert compiled == []
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_widened_keys_are_exactly_the_caches(scale):
+    """Every value of fp8, NaN too, in blocks apart, past 2^31 elements of the cache."""
+    from vllm_dcp_mla.kernels import widen
+
+    number, gap, block = 4000, 960, 64
+    cache = torch.empty(number, block + gap, 576, dtype=torch.uint8, device=CUDA)
+    blocks = cache[:, :block]
+    blocks.copy_(torch.randint(256, blocks.shape, dtype=torch.uint8, device=CUDA))
+    blocks = blocks.view(torch.float8_e4m3fn)
+    assert blocks.stride(0) * (number - 1) > 1 << 31
+    table = torch.randperm(number, device=CUDA).int()[: 3 * 700].view(3, 700)
+    owners = torch.tensor([0] * 700 + [2] * 301, dtype=torch.int32, device=CUDA)
+    firsts = torch.tensor([0, 700, 700], dtype=torch.int32, device=CUDA)
+    wide = torch.full((1002 * block, 576), math.inf, dtype=torch.bfloat16, device=CUDA)
+    moved = torch.full((number,), -7, dtype=torch.int32, device=CUDA)
+    widen.widen(blocks, table, owners, firsts, scale, ROPE, wide=wide, moved=moved)
+    used = torch.cat((table[0], table[2, :301])).long()
+    wanted = (blocks[used].float() * scale).bfloat16().view(-1, 576)
+    assert torch.equal(wide[: 1001 * block].nan_to_num(7e5), wanted.nan_to_num(7e5))
+    assert wide[1001 * block :].isinf().all()
+    assert torch.equal(moved[used], torch.arange(1001, dtype=torch.int32, device=CUDA))
+    place, row = (torch.randint(most, (300, 2048), device=CUDA) for most in (1001, block))
+    topk = (used[place] * (block + gap) + row).int()
+    counts = torch.randint(2049, (300,), dtype=torch.int32, device=CUDA)
+    held = torch.arange(2048, device=CUDA) < counts[:, None]
+    topk = torch.where(held, topk, -1)
+    widen.remap(topk, counts, moved, block_rows=block + gap, block_size=block)
+    assert torch.equal(topk, torch.where(held, place * block + row, -1).int())
+
+
+def test_widening_compiles_nothing_after_warm_up_and_waits_for_nothing():
+    import triton
+
+    from vllm_dcp_mla.kernels import widen
+
+    widen.warm_up(ROPE, lambda kernel, *args: kernel.warmup(*args))
+    compiled = []
+    hook = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
+    cache = torch.zeros(9, 64, 576, dtype=torch.uint8, device=CUDA).view(torch.float8_e4m3fn)
+    wide = torch.empty(9 * 64, 576, dtype=torch.bfloat16, device=CUDA)
+    bounds = torch.arange(10, dtype=torch.int32, device=CUDA)
+    table = bounds[:9].view(1, 9).expand(9, 9)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for few in (1, 2, 9):
+            placed = bounds[:few], bounds[1 : few + 1] - 1
+            arguments = cache[:, : few * 5], table[:few], *placed, 1.0, ROPE
+            widen.widen(*arguments, wide=wide[few:], moved=bounds[1:].clone())
+            topk = torch.zeros(few, 16 * few + 3, dtype=torch.int32, device=CUDA)
+            widen.remap(
+                *(topk[:, 1:], bounds[1 : few + 1] * 0, bounds[1:]), block_rows=few, block_size=few
+            )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        triton.knobs.runtime.jit_post_compile_hook = hook
+    assert compiled == []
+
+
 def test_memory_that_is_not_aligned_is_refused():
     batch = make_batch(2, 64, 1024, device=CUDA)
     memory = torch.zeros(batch.cache_rows.numel() + 1, dtype=torch.bfloat16, device=CUDA)

@@ -1,6 +1,8 @@
 """The builder on the CPU: its bounds against brute force, its chunks, and what it never does."""
 
+import gc
 import itertools
+import weakref
 from unittest import mock
 
 import pytest
@@ -35,6 +37,7 @@ def no_kernels():
     prepare = next(n for n in vars(indexer) if n.lower() == "_prepare_uniform_decode_kernel")
     with (
         mock.patch("vllm_dcp_mla.indexer.chunks.write_chunk_bounds"),
+        mock.patch("vllm_dcp_mla.indexer.builder.write_local_lengths"),
         mock.patch.object(indexer, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL"),
         mock.patch.object(indexer, prepare),
     ):
@@ -171,6 +174,24 @@ def test_decode_bounds(requests, dcp, interleave, data):
     assert decode.block_table.shape == (sum(queries), WIDTH)
 
 
+@pytest.mark.parametrize(("mtp", "flatten"), [(0, False), (2, False), (2, True)])
+def test_a_graph_finds_the_bounds_where_they_were_when_it_was_captured(mtp, flatten):
+    native = "vllm.v1.attention.backends.mla.indexer._supports_native_decode"
+    queries = [1 + mtp] * 2
+    with (
+        builder(dcp=2, mtp=mtp, flatten=flatten) as made,
+        mock.patch(native, lambda next_n: True),
+    ):
+        places = set()
+        for lengths in ([11, 40], [700, 90]):
+            common = common_metadata(lengths, queries, 2, 0, 2)
+            bounds = made.build(0, common).decode.seq_lens
+            assert int(bounds.max()) <= max(lengths) // 2 + 1
+            assert bounds.data_ptr() != common.seq_lens.data_ptr()
+            places.add(bounds.data_ptr())
+    assert len(places) == 1
+
+
 BATCHES = {
     "decode": ([70, 5, 300], [1, 1, 1], 3),
     "prefill": ([70, 500], [60, 100], 0),
@@ -275,6 +296,33 @@ def test_chunks_of_the_same_requests_share_one_launch():
 
 
 @gathers_pcp_with_dcp
+def test_with_a_pcp_plan_too_chunks_of_the_same_requests_share_one_launch(monkeypatch):
+    """The budget of logits cuts there; a rank has two rows of a long request, with one context."""
+    import numpy as np
+
+    from vllm_dcp_mla.indexer import chunks as module
+
+    monkeypatch.setenv("VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "1")
+    lengths, queries, requests = [300, 2100, 8192, 40], [250, 100, 90, 30], [0, 1, 1, 2]
+    shards = [local_seq_len(n, 0, 2) for n in (300, 8192, 8192, 40)]
+    common = common_metadata(lengths, queries, 0, 1, 2).replace(
+        req_idx=np.array(requests),
+        dcp_local_seq_lens_cpu_upper_bound=torch.tensor(shards, dtype=torch.int32),
+    )
+    made = {}
+    with mock.patch.object(module, "write_chunk_bounds", wraps=module.write_chunk_bounds) as write:
+        for ours in (True, False):
+            with builder(ours=ours, rank=1, dcp=2, pcp=2) as one:
+                made[ours] = one.build(0, common).prefill.chunks
+    assert write.call_count == 3
+    assert [chunk.num_reqs for chunk in made[True]] == [1, *[2] * 7, 1]
+    for ours, stock in zip(made[True], made[False], strict=True):
+        for field in stock.__dataclass_fields__:
+            a, b = getattr(ours, field), getattr(stock, field)
+            assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b, field
+
+
+@gathers_pcp_with_dcp
 def test_with_pcp_no_chunk_is_cut_for_an_exchange_that_does_not_happen():
     limit = {"merge_limit_bytes": 10 * 2048 * 8 * 3}
     spans = [(slice(0, 1), slice(0, 100))]
@@ -338,9 +386,9 @@ def test_a_rank_without_keys_asks_deepgemm_for_nothing(
 
 @pytest.mark.parametrize(
     ("enabled", "collecting", "registered", "compiled"),
-    [(True, True, 1, 0), (True, False, 0, 1), (False, True, 0, 1), (False, False, 0, 1)],
+    [(True, True, 2, 0), (True, False, 0, 2), (False, True, 0, 2), (False, False, 0, 2)],
 )
-def test_the_kernel_is_warmed_wherever_the_builder_is_made(
+def test_the_kernels_are_warmed_wherever_the_builder_is_made(
     enabled, collecting, registered, compiled
 ):
     """By vLLM where it collects warm-ups, else at once: no call is the first to compile."""
@@ -351,12 +399,15 @@ def test_the_kernel_is_warmed_wherever_the_builder_is_made(
 
     from vllm_dcp_mla.indexer.builder import DcpIndexerBuilder
     from vllm_dcp_mla.indexer.chunk_kernel import CHUNK_BOUNDS_KERNEL
+    from vllm_dcp_mla.indexer.length_kernel import LOCAL_LENGTHS_KERNEL
 
+    warmup = mock.Mock()
     registry = JitWarmupRegistry(None)
     with builder(dcp=2) as made:
         made.vllm_config.kernel_config.enable_jit_warmup = enabled
         with (
-            mock.patch.object(CHUNK_BOUNDS_KERNEL, "warmup") as warmup,
+            mock.patch.object(CHUNK_BOUNDS_KERNEL, "warmup", warmup),
+            mock.patch.object(LOCAL_LENGTHS_KERNEL, "warmup", warmup),
             mock.patch(
                 "vllm_dcp_mla.indexer.builder.DeepseekV32IndexerMetadataBuilder.__init__",
                 lambda self, *args, **kwargs: self.__dict__.update(
@@ -374,6 +425,36 @@ def test_a_block_table_that_would_be_cut_off_is_refused():
     common.block_table_tensor = torch.zeros(1, WIDTH + 1, dtype=torch.int32)
     with builder() as made, pytest.raises(ValueError, match=f"{WIDTH + 1} blocks .* {WIDTH}"):
         made.build(0, common)
+
+
+def test_a_builder_is_freed_without_the_garbage_collector():
+    """It holds buffers on the GPU, and vLLM freezes the collector once an engine is up."""
+    gc.disable()
+    try:
+        with builder() as made:
+            made.build(0, common_metadata([70, 500], [1, 100], 1, 0, 4))
+            freed = weakref.ref(made)
+        del made
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("fails", ["build_prefill_chunk_metadata", "split_decodes_and_prefills"])
+def test_a_build_that_fails_leaves_nothing_behind(fails):
+    from vllm.v1.attention.backends.mla import indexer
+
+    from vllm_dcp_mla.indexer import scope
+
+    common = common_metadata([70], [60], 0, 0, 4)
+    with builder() as made:
+        with (
+            mock.patch.object(indexer, fails, side_effect=KeyError("planted")),
+            pytest.raises(KeyError, match="planted"),
+        ):
+            made.build(0, common)
+        assert scope.running() is None
+        assert len(made.build(0, common).prefill.chunks) == 1
 
 
 def test_a_limit_below_one_row_is_refused():

@@ -35,3 +35,21 @@ def test_served(model_type):
 )
 def test_left_alone(other):
     assert not scope.serves(other)
+
+
+def test_a_build_within_itself_is_refused():
+    running = scope.Running(splitter=None, no_work=None)
+    for _ in range(2):
+        with running:
+            with pytest.raises(AssertionError, match="within itself"), running:
+                pass
+            assert scope.running() is running
+        assert scope.running() is None
+
+
+def test_a_build_that_raises_is_over():
+    running = scope.Running(splitter=None, no_work=None)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="planted"), running:
+            raise KeyError("planted")
+        assert scope.running() is None

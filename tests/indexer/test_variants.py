@@ -1,4 +1,8 @@
-"""How many variants Triton compiles, by its own cache key; stock's kernel beside ours."""
+"""How many variants Triton compiles, by its own cache key; stock's kernel beside ours.
+
+Both get random arguments. Only stock's is told which rows of its requests to write, a slice; ours
+writes all of them, and is told how many rows and keys there is memory for.
+"""
 
 import json
 import os
@@ -26,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 from vllm.v1.attention.backends.mla import indexer
-from vllm_dcp_mla.indexer import chunk_kernel, hooks
+from vllm_dcp_mla.indexer import chunk_kernel, hooks, length_kernel
 
 def keys(kernel, calls):
     bind = create_function_from_signature(
@@ -47,7 +51,7 @@ memory = torch.zeros(4096, dtype=torch.int32)
 draw = random.Random(0)
 def view():
     return memory[draw.randrange(9):]
-def step():
+def query_slice():
     start = draw.choice([0, 1, 2, 16, 77, 1024, 5965])
     return start, start + draw.choice([1, 2, 15, 16, 1000, 8192])
 
@@ -55,12 +59,13 @@ ours, stock = [], []
 for _ in range(3000):
     dcp = draw.choice([1, 2, 4, 8])
     rank, interleave = draw.randrange(dcp), draw.choice([1, 2, 16, 64])
-    low, high = step()
     ours.append({
         **{name: view() for name in chunk_kernel._POINTERS},
         **dict(token_origin=draw.choice([0, 1, 16, 33]), dcp_rank=rank, dcp_world=dcp,
-               interleave=interleave, BLOCK=1024, COMPRESS_RATIO=1),
+               interleave=interleave, num_rows=draw.choice([1, 2, 16, 77, 8192]),
+               num_keys=draw.choice([0, 1, 16, 5965, 131072]), BLOCK=1024, COMPRESS_RATIO=1),
     })
+    low, high = query_slice()
     names = [p.name for p in indexer.BuildPrefillChunkMetadataKernel.kernel.params]
     stock.append({
         **{name: view() for name in names if name.endswith("_ptr")},
@@ -95,6 +100,15 @@ def stock_keys(config):
 def warmed(config):
     return len(stock_keys(config)[1])
 
+lengths = [
+    {**{name: view() for name in length_kernel._POINTERS},
+     **dict(count=draw.choice([1, 2, 16, 77, 8192]), dcp_rank=draw.randrange(8),
+            dcp_world=draw.choice([1, 2, 4, 8]), interleave=draw.choice([1, 2, 16, 64]),
+            BLOCK=length_kernel._BLOCK)}
+    for _ in range(300)
+]
+length_owner = length_kernel.LOCAL_LENGTHS_KERNEL
+
 before = [warmed(config(1)), warmed(config(4))]
 owner, compile_keys = stock_keys(config(1))
 stock_late = keys(owner.kernel, runtime) - warmed_keys(owner.kernel, owner, compile_keys)
@@ -106,6 +120,10 @@ ours_late = keys(our_kernel, ours) - warmed_keys(
 print("REPORT " + json.dumps({
     "ours_late": len(ours_late),
     "stock_late": len(stock_late),
+    "lengths": len(keys(length_kernel._local_lengths_kernel, lengths)),
+    "lengths_late": len(
+        keys(length_kernel._local_lengths_kernel, lengths) - warmed_keys(
+            length_kernel._local_lengths_kernel, length_owner, length_owner.get_warmup_keys())),
     "ours": len(keys(chunk_kernel._chunk_bounds_kernel, ours)),
     "stock": len(keys(indexer.BuildPrefillChunkMetadataKernel.kernel, stock)),
     "ours_warmed": len(set(chunk_kernel.CHUNK_BOUNDS_KERNEL.get_warmup_keys(1))),
@@ -129,10 +147,11 @@ def test_one_variant_where_stock_has_dozens(capsys):
     assert lines, done.stderr[-3000:]
     report = json.loads(lines[-1].removeprefix("REPORT "))
     with capsys.disabled():
-        print(f"\nTriton variants of the chunk kernel over 3,000 random calls: {report}")
+        print(f"\nTriton variants of the chunk kernel over 3,000 random calls of each: {report}")
     assert report["ours"] == report["ours_warmed"] == 1
     assert report["stock"] > 36
     assert report["ours_late"] == 0
+    assert (report["lengths"], report["lengths_late"]) == (1, 0)
     # 0.29 warms no slice that starts elsewhere than at 0 or 1.
     old = RELEASE.minor < 30
     assert report["stock_warmed"] == ([12, 12] if old else [36, 72])

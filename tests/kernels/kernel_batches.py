@@ -76,7 +76,7 @@ def make_buffers(heads, tokens, scratch=4096):
 
 def make_partials(num_sms, device="cpu"):
     """Buffers of a kernel that splits keys: NaN where it has not written."""
-    size = partial_bytes(512, 64, num_sms) // 4
+    size = partial_bytes(512, num_sms) // 4
     partials = torch.full((size,), float("nan"), device=device)
     arrivals = torch.zeros(arrival_bytes(num_sms), dtype=torch.uint8, device=device)
     return LaunchBuffers(partials.view(torch.int8), arrivals)

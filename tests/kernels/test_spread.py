@@ -137,7 +137,7 @@ def test_memory_that_is_not_aligned_is_refused():
 def test_the_parts_lie_in_the_workspace_and_nowhere_else():
     batch = make_batch(4, 64, 640, seed=3)
     buffers = make_partials(16)
-    memory = torch.full((partial_bytes(512, 64, 16) + 64,), 7, dtype=torch.int8)
+    memory = torch.full((partial_bytes(512, 16) + 64,), 7, dtype=torch.int8)
     buffers = replace(buffers, workspace=memory[:-64])
     kernel(parts=4).launch(batch, buffers)
     check(kernel(), batch)

@@ -23,7 +23,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
-from vllm_dcp_mla.kernels import merge_parts, spread, triton_bodies
+from vllm_dcp_mla.kernels import finish, merge_parts, spread, triton_bodies, widen
 from vllm_dcp_mla.kernels import triton_decode as ours
 from vllm_dcp_mla.kernels.base import MlaDims
 from vllm_dcp_mla.key_splits import Tiling
@@ -55,7 +55,7 @@ def random_calls(launcher, pointers, integers, warmed):
             inputs[name] = view(warmed[name].dtype)
         for name in integers:
             inputs[name] = draw.choice([0, 1, 2, 16, 17, 576, 1 << 20])
-        for name in ("score_scale", "value_scale"):
+        for name in ("score_scale", "value_scale", "scale"):
             if name in inputs:
                 inputs[name] = draw.choice([0.0, 1.0, 0.3])
         inputs["num_blocks"] = draw.randrange(1, 1000)
@@ -76,6 +76,12 @@ for name, launcher, pointers, integers, keys in (
      merge_parts.MERGE_KERNEL.get_warmup_keys(DIMS, torch.bfloat16, 128)),
     ("spread", spread.SPREAD_KERNEL, spread.SPREAD_POINTERS, spread.SPREAD_INTEGERS,
      spread.SPREAD_KERNEL.get_warmup_keys(DIMS)),
+    ("finish", finish.FINISH_KERNEL, finish._POINTERS, finish._INTEGERS,
+     finish.FINISH_KERNEL.get_warmup_keys(DIMS)),
+    ("widen", widen.WIDEN_KERNEL, widen._WIDEN_POINTERS, widen._WIDEN_INTEGERS,
+     widen.WIDEN_KERNEL.get_warmup_keys(DIMS)),
+    ("remap", widen.REMAP_KERNEL, widen._REMAP_POINTERS, widen._REMAP_INTEGERS,
+     widen.REMAP_KERNEL.get_warmup_keys()),
 ):
     (warm_key,) = keys
     warmed = launcher.warmup_inputs(warm_key)
@@ -132,7 +138,11 @@ def report():
 
 
 @pytest.mark.parametrize(
-    "kernel", ["attend bf16", "attend fp8", "attend and merge", "merge", "merge bf16", "spread"]
+    "kernel",
+    [
+        *("attend bf16", "attend fp8", "attend and merge", "merge", "merge bf16", "spread"),
+        *("finish", "widen", "remap"),
+    ],
 )
 def test_one_variant_which_is_the_one_that_is_warmed(report, kernel):
     assert report[kernel]["variants"] == 1
@@ -151,7 +161,7 @@ def test_it_fits_a_multiprocessor_and_reads_rows_in_pieces_of_16_bytes(report, k
     assert found["wgmma"] > 0
 
 
-@pytest.mark.parametrize("kernel", ["merge", "merge bf16", "spread"])
+@pytest.mark.parametrize("kernel", ["merge", "merge bf16", "spread", "widen"])
 def test_partial_results_and_queries_are_read_in_pieces_of_16_bytes(report, kernel):
     assert report[kernel]["wide_loads"] > 0
     assert report[kernel]["narrow_loads"] == 0

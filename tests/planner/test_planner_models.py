@@ -196,6 +196,20 @@ def test_half_a_checkpoint_is_refused(tmp_path):
         read_model(str(tmp_path), SMALL)
 
 
+def test_some_of_the_numbered_files_are_no_checkpoint(tmp_path):
+    pytest.importorskip("safetensors")
+    write_checkpoint(tmp_path, Quantization())
+    (tmp_path / "model.safetensors.index.json").unlink()
+    for number, file in enumerate(sorted(tmp_path.glob("*.safetensors")), 1):
+        file.rename(tmp_path / f"model-{number:05}-of-00002.safetensors")
+    model = read_model(str(tmp_path), SMALL)
+    assert model.weights_from == "headers of 2 safetensors files"
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    (tmp_path / "other.safetensors").mkdir()  # no file
+    with pytest.raises(ModelMemoryError, match="holds 1 of 2 numbered files"):
+        read_model(str(tmp_path), SMALL)
+
+
 @pytest.mark.parametrize("content", [b"", b"version https://git-lfs", b"\xff" * 64])
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
     pytest.importorskip("safetensors")

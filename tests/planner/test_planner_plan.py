@@ -85,6 +85,12 @@ def test_the_slab_limit_is_honoured():
     assert str(ONE_TOKEN_OF_64_HEADS) in problem
 
 
+def test_a_plugin_that_is_switched_off_is_a_warning():
+    (said,) = planned(config=Settings(disable=True)).warnings
+    assert said.startswith("VLLM_DCP_MLA_DISABLE is set")
+    assert planned().warnings == []
+
+
 def test_a_merge_limit_below_one_row_is_a_problem():
     needed = exchange_bytes(1, 2048, 8)
     small = Settings(merge_limit_bytes=needed - 1)

@@ -223,7 +223,7 @@ def test_hopper_s_class_has_its_workspace(spec):
     assert found.problems == ()
     by_key = {x.key: x for x in found.lines}
     assert by_key["partials"].judged == "bytes"
-    assert by_key["partials"].planned == partial_bytes(512, 64, GPUS["h200"].sms)
+    assert by_key["partials"].planned == partial_bytes(512, GPUS["h200"].sms)
     assert not {"slab", "scratch"} & set(by_key)
 
 

@@ -115,10 +115,18 @@ def test_impossible_sizes(sizes):
     assert refused(raw(**sizes)).exit_code == IMPOSSIBLE
 
 
-def test_a_soak_and_a_fault_exclude_each_other():
-    error = refused(fault="kill-serving", soak="3")
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ({"fault": "kill-serving", "soak": "3"}, "--soak and --break"),
+        ({"cover": True, "soak": "3"}, "--cover and --soak"),
+        ({"cover": True, "fault": "kill-serving"}, "--cover and --break"),
+    ],
+)
+def test_what_takes_the_place_of_a_comparison_excludes_the_others(given, flags):
+    error = refused(**given)
     assert error.exit_code == IMPOSSIBLE
-    assert error.problems == ["--soak and --break are both given; leave one out."]
+    assert error.problems == [f"{flags} are given together; leave all but one out."]
 
 
 @pytest.mark.parametrize("other", [{"soak": "1"}, {"fault": "port-taken"}])

@@ -136,7 +136,7 @@ def run(*arguments):
         [sys.executable, "-m", "vllm_dcp_mla.cli.main", "selftest", "--json", *arguments],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=800,
     )
     return done.returncode, json.loads(done.stdout)
 

@@ -138,8 +138,9 @@ class PcpGatherMixin(CachedRowsMixin):
             # Every rank gathers every chunk, also one that holds none of its rows.
             if chunk.tokens.start == chunk.tokens.stop:
                 continue
+            keys = self._readable(keys, chunk, layer)
             topk, counts = self._locate(chunk, metadata, block_stride)
-            part = _Range(query[chunk.tokens], keys, topk, counts, out[chunk.tokens])
+            part = GatheredPart(query[chunk.tokens], keys, topk, counts, out[chunk.tokens])
             if chunk.plan.whole:
                 self._attend_range(part, layer, with_lse=False)
             elif chunk.plan.start == 0:
@@ -158,6 +159,12 @@ class PcpGatherMixin(CachedRowsMixin):
         own = gathered[count * self.dcp_rank :][:count]
         torch.index_select(rows, 0, sent[chunk.rows], out=own)
         torch.distributed.all_gather_into_tensor(gathered, own, group=get_dcp_group().device_group)
+        return keys
+
+    def _readable(
+        self, keys: torch.Tensor, chunk: GatheredChunk, layer: AttentionLayer
+    ) -> torch.Tensor:
+        """A chunk's keys as its kernel reads them; a class may have them in another dtype."""
         return keys
 
     def _locate(
@@ -187,7 +194,7 @@ class PcpGatherMixin(CachedRowsMixin):
         )
 
     def _attend_range(
-        self: Any, part: _Range, layer: AttentionLayer, *, with_lse: bool
+        self: Any, part: GatheredPart, layer: AttentionLayer, *, with_lse: bool
     ) -> torch.Tensor | None:
         """Writes ``part.out``; returns the natural LSE ``[T, H]`` where it is wanted."""
         _, lse = self._attend(
@@ -202,7 +209,9 @@ class PcpGatherMixin(CachedRowsMixin):
         )
         return lse if lse is None or self.lse_base_on_e else lse.mul_(math.log(2.0))
 
-    def _merge_range(self: Any, part: _Range, lse: torch.Tensor, layer: AttentionLayer) -> None:
+    def _merge_range(
+        self: Any, part: GatheredPart, lse: torch.Tensor, layer: AttentionLayer
+    ) -> None:
         """Attends a later range of a request; merges it into ``part.out`` and ``lse``, in place."""
         plan: GatherPlan = self.gather_plan
         memory = self._workspace[plan.key_bytes : plan.total_bytes].view(torch.bfloat16)
@@ -227,7 +236,7 @@ class PcpGatherMixin(CachedRowsMixin):
 
 
 @dataclass(slots=True)
-class _Range:
+class GatheredPart:
     """Query rows and what they attend: queries, cache blocks, top-k rows and counts, results."""
 
     query: torch.Tensor
@@ -236,7 +245,8 @@ class _Range:
     counts: torch.Tensor
     out: torch.Tensor
 
-    def tokens(self, some: slice) -> _Range:
-        return _Range(
+    def tokens(self, some: slice) -> GatheredPart:
+        """The same for some of the rows."""
+        return GatheredPart(
             self.query[some], self.keys, self.topk[some], self.counts[some], self.out[some]
         )

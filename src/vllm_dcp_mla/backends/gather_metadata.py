@@ -95,6 +95,9 @@ class GatherFields:
 class GatherBuilderMixin:
     """Adds the chunks to a builder of vLLM whose metadata has :class:`GatherFields`."""
 
+    #: Most rows of each rank of requests that share a chunk; None for all that the workspace holds.
+    most_together: int | None = None
+
     def build(
         self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
@@ -108,6 +111,7 @@ class GatherBuilderMixin:
                 layers[self.layer_names[0]].impl.gather_plan,
                 dcp=self.dcp_world_size,
                 interleave=self.cp_kv_cache_interleave_size,
+                most_together=self.most_together,
                 device=self.device,
             )
         return metadata
@@ -121,6 +125,7 @@ def plan_step(
     dcp: int,
     interleave: int,
     device: torch.device,
+    most_together: int | None = None,
 ) -> GatherStep:
     """The chunks of a step, the same on every rank but for the query rows.
 
@@ -131,11 +136,14 @@ def plan_step(
         dcp: ranks that share a request's cache.
         interleave: tokens a rank stores before the next takes over.
         device: where the tensors go.
+        most_together: most rows of each rank of requests in one chunk; None for the workspace's.
     """
     requests, shares = _shares(common, num_decodes, dcp, interleave)
     first_rows = requests + num_decodes
     token_of = common.query_start_loc_cpu.numpy()[first_rows]
-    chunks = plan_chunks(shares.tolist(), plan.rows_per_rank, interleave)
+    chunks = plan_chunks(
+        shares.tolist(), plan.rows_per_rank, interleave, most_together=most_together
+    )
     packed = _Packed()
     parts: list[tuple[slice, slice, slice, slice]] = []
     sent = 0

@@ -1,18 +1,18 @@
 """SM90, with vLLM 0.33: FLASH_ATTN_MLA_SPARSE, the first sparse backend that vLLM asks there.
 
 Stock has no backend that serves DCP from a bf16 or fp8_e4m3 cache on Hopper. This one reads the
-query packed and in bf16, and dequantises a cache in the kernel.
+query packed and in bf16. Our kernel reads an fp8 cache as it is; long prefills attend a bf16 copy.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
 from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
     FlashAttnMLASparseBackend,
@@ -23,31 +23,32 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from .. import device_buffer
 from ..compat import flat_cache, sleep
-from ..kernel_choice import kernels_by_tokens
-from ..kernels import finish, load_kernel, spread, triton_decode
-from ..kernels.base import LaunchShape, MlaDims, SparseMlaKernel
+from ..gather_plan import PAGE_ROWS
+from ..kernel_choice import MANY_TOKENS
+from ..kernels import finish, spread, triton_decode, widen
+from ..kernels.base import LaunchShape, MlaDims
 from ..kernels.split import clear_empty_rows
-from ..key_splits import ANY, tilings_of
-from ..settings import KernelChoice, KernelName, load_settings
+from ..key_splits import tilings_of
+from ..settings import load_settings
 from ..warmup import warm
 from .batches import packed, sparse_batch
+from .hopper_kernels import OURS, KernelTable, logger
 from .implementation import DcpImplMixin
 from .pcp import GatherBuilderMixin, GatherFields, PcpGatherMixin
 from .refusing import CapabilityTableMixin
+from .wide_keys import WideKeysMixin
+from .wide_metadata import WideFields, WideKeysBuilderMixin
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
 
-logger = init_logger("vllm.dcp_mla.hopper")
-
-#: Kernels of libraries that vLLM ships, which serve some launches better than ours.
-_SHIPPED: tuple[KernelName, ...] = ("flashmla", "flash_attn3")
+    from .gather import GatheredPart
 
 
 class DcpFlashAttnMLASparseImpl(
-    PcpGatherMixin, DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
+    WideKeysMixin, PcpGatherMixin, DcpImplMixin, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
 ):
-    """A kernel that splits keys for small steps, others that take the shape for larger ones."""
+    """Kernels by a launch's shape: ours, and libraries', which read keys of bf16, or widened."""
 
     supports_dcp = True
     can_return_lse_for_decode = True
@@ -63,34 +64,46 @@ class DcpFlashAttnMLASparseImpl(
                 "fp8_ds_mla in this configuration."
             )
         heads = self._kernel_heads(config)
+        topk = config.model_config.hf_text_config.index_topk
         self._shape = LaunchShape(
             heads=heads,
-            topk=config.model_config.hf_text_config.index_topk,
+            topk=topk,
             cache_dtype=torch.float8_e4m3fn if self._is_quantized else torch.bfloat16,
             dims=MlaDims(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim),
         )
-        device = device_buffer.kernel_device()
-        self._num_sms = device_buffer.num_sms(device)
-        self._forced = load_settings(config.additional_config).kernel
         # Keys of a token that this rank holds, about.
-        self._rows = self._shape.topk // config.parallel_config.decode_context_parallel_size
-        self._kernels = {heads: self._choose_kernels(heads)}
-        self.kernel_names = self._kernels[heads].names
-        tilings = {t: None for n in (heads, self.num_heads) for t in tilings_of(n, self._rows)}
-        self._buffers = device_buffer.acquire_partials(
-            device, self.kv_lora_rank, self.qk_rope_head_dim
-        )
-        compiled = partial(warm, config, device)
-        triton_decode.warm_up(self._shape.cache_dtype, self._shape.dims, tilings, compiled)
-        if not self._is_quantized:  # a bf16 cache is what the shipped kernels take
-            finish.warm_up(self._shape.dims, compiled)
-            if self.qk_rope_head_dim:  # FlashMLA takes no model without
-                spread.warm_up(self._shape.dims, compiled)
+        self._rows = topk // config.parallel_config.decode_context_parallel_size
+        device = device_buffer.kernel_device()
+        forced = load_settings(config.additional_config).kernel
+        self._kernels = KernelTable(self._shape, forced, device_buffer.num_sms(device))
+        self._buffers = device_buffer.acquire_partials(device, self.kv_lora_rank)
+        self._init_gather()
+        kinds = [(heads, self._rows)]
+        if self.gather_rows:  # under PCP prefill rows have this rank's heads only, and all keys
+            kinds.append((self.num_heads, topk))
+        kernels = [self._kernels.at(*kind, self._shape.cache_dtype) for kind in kinds]
+        if self._is_quantized and forced == "auto":
+            wide = self._kernels.at(*kinds[-1], torch.bfloat16)  # of prefill rows
+            self.widens_keys = wide.of(MANY_TOKENS).name != OURS
+            kernels += [wide] if self.widens_keys else []
+        self.kernel_names = tuple(dict.fromkeys(name for made in kernels for name in made.names))
+        self._warm_up(partial(warm, config, device), kinds)
         sleep.install()
         _register_indexer_kernels(config)
         flat_cache.install(DcpFlashAttnMLASparseBackend)
-        self._init_gather()
         self._join_ranks(config, heads=heads, gather_rows=self.gather_rows)
+
+    def _warm_up(self, compiled: Callable[..., None], kinds: list[tuple[int, int]]) -> None:
+        """Has all kernels of ours compiled that launches of (heads, rows) of a token may take."""
+        dims = self._shape.dims
+        tilings = dict.fromkeys(tiling for kind in kinds for tiling in tilings_of(*kind))
+        triton_decode.warm_up(self._shape.cache_dtype, dims, tilings, compiled)
+        if self.kernel_names != (OURS,):  # what follows a library's kernel
+            finish.warm_up(dims, compiled)
+        if "flashmla" in self.kernel_names and not self._is_quantized:
+            spread.warm_up(dims, compiled)
+        if self.widens_keys:
+            widen.warm_up(dims, compiled)
 
     def _forward_mqa_kernel(
         self,
@@ -103,7 +116,23 @@ class DcpFlashAttnMLASparseImpl(
         block_size: int,
         is_decode: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._wide is not None and self._wide.chunks:
+            return self._attend_widened(
+                packed(q), kv_cache, topk_indices, valid_counts, layer, block_size
+            )
         return self._attend(q, kv_cache, topk_indices, valid_counts, layer, block_size)
+
+    def _attend_range(
+        self, part: GatheredPart, layer: AttentionLayer, *, with_lse: bool
+    ) -> torch.Tensor | None:
+        """Writes ``part.out``; returns the LSE ``[T, H]`` where it is wanted."""
+        _, lse = self._attend(
+            *(part.query, part.keys, part.topk, part.counts, layer, PAGE_ROWS),
+            out=part.out,
+            with_lse=with_lse,
+            rows=self._shape.topk,
+        )
+        return lse
 
     def _attend(
         self,
@@ -116,6 +145,7 @@ class DcpFlashAttnMLASparseImpl(
         *,
         out: torch.Tensor | None = None,
         with_lse: bool = True,
+        rows: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attends T tokens.
 
@@ -128,85 +158,35 @@ class DcpFlashAttnMLASparseImpl(
             block_size: rows of a block.
             out: ``[T, H, kv_lora_rank]`` bf16 to write to; None makes one.
             with_lse: whether the LSE is wanted under DCP.
+            rows: keys that a token is expected to have; None for this rank's share of them.
 
         Returns:
             ``out [T, H, kv_lora_rank]`` bf16 and, where wanted, ``lse [T, H]`` float32, natural.
         """
         query = packed(q)
+        is_wide = kv_cache.dtype == torch.bfloat16
         batch = sparse_batch(
             query,
-            kv_cache.view(self._shape.cache_dtype),
+            kv_cache if is_wide else kv_cache.view(self._shape.cache_dtype),
             topk_indices,
             counts,
             block_size=block_size,
             softmax_scale=self.scale,
             query_scale=1.0,
             # A checkpoint may hold scales that a bf16 cache was never quantised with.
-            cache_scale=layer._k_scale_float if self._is_quantized else 1.0,
+            cache_scale=1.0 if is_wide else layer._k_scale_float,
             dims=self._shape.dims,
             with_lse=with_lse and self.need_to_return_lse_for_decode,
             out=out,
         )
         tokens, heads, _ = query.shape
-        if heads not in self._kernels:  # prefill rows under PCP have this rank's heads only
-            self._kernels[heads] = self._choose_kernels(heads)
         if tokens:
-            kernel = self._kernels[heads].of(tokens)
+            kernels = self._kernels.at(heads, rows or self._rows, batch.cache_rows.dtype)
+            kernel = kernels.of(tokens)
             kernel.launch(batch, self._buffers)
             if not kernel.clears_empty_rows:
                 clear_empty_rows(batch.out, batch.lse, batch.counts)
         return batch.out, batch.lse
-
-    def _choose_kernels(self, heads: int) -> Kernels:
-        """The kernels of launches of a number of heads."""
-        shape = replace(self._shape, heads=heads)
-        return choose_kernels(shape, self._forced, self._num_sms, self._rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """The most tokens of a launch that a kernel is for, rising, and the kernel."""
-
-    by_tokens: tuple[tuple[int, SparseMlaKernel], ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of all, each once."""
-        return tuple(dict.fromkeys(kernel.name for _, kernel in self.by_tokens))
-
-    def of(self, tokens: int) -> SparseMlaKernel:
-        """The kernel of a launch of so many tokens."""
-        return next(kernel for most, kernel in self.by_tokens if tokens <= most)
-
-
-def choose_kernels(shape: LaunchShape, forced: KernelChoice, num_sms: int, rows: int) -> Kernels:
-    """The kernels of launches of a shape.
-
-    Args:
-        shape: of the launches.
-        forced: the only kernel to use, or ``auto``.
-        num_sms: multiprocessors.
-        rows: keys that a token is expected to have here.
-
-    Raises:
-        ValueError: the forced kernel does not take the shape.
-    """
-    if forced != "auto":
-        kernel = load_kernel(forced, num_sms=num_sms, rows=rows)
-        if (reason := kernel.supports(shape)) is not None:
-            raise ValueError(f"The forced kernel {forced} does not serve this model: {reason}.")
-        return Kernels(((ANY, kernel),))
-    found = {"triton_decode": load_kernel("triton_decode", num_sms=num_sms, rows=rows)}
-    for name in _SHIPPED:
-        try:
-            kernel = load_kernel(name, num_sms=num_sms, rows=rows)
-        except ImportError as error:
-            logger.info_once("Not used: %s", str(error))
-            continue
-        if kernel.supports(shape) is None:
-            found[name] = kernel
-    chosen = kernels_by_tokens(shape.heads, rows, found)
-    return Kernels(tuple((tokens, found[name]) for tokens, name in chosen))
 
 
 def _register_indexer_kernels(vllm_config: Any) -> None:
@@ -221,11 +201,13 @@ def _register_indexer_kernels(vllm_config: Any) -> None:
 
 
 @dataclass
-class DcpFlashAttnMLASparseMetadata(FlashAttnMLASparseMetadata, GatherFields):
-    """Stock's metadata, and what prefill rows gather under PCP."""
+class DcpFlashAttnMLASparseMetadata(FlashAttnMLASparseMetadata, GatherFields, WideFields):
+    """Stock's metadata, what prefill rows gather under PCP, and what is widened."""
 
 
-class DcpFlashAttnMLASparseBuilder(GatherBuilderMixin, FlashAttnMLASparseMetadataBuilder):
+class DcpFlashAttnMLASparseBuilder(
+    WideKeysBuilderMixin, GatherBuilderMixin, FlashAttnMLASparseMetadataBuilder
+):
     """Metadata of FLASH_ATTN_MLA_SPARSE."""
 
     metadata_cls = DcpFlashAttnMLASparseMetadata

@@ -6,17 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..planner.request import IMPOSSIBLE, UNREADABLE, RequestError
+from ..planner import picture
+from ..planner.request import IMPOSSIBLE, RequestError
 from .rows import Row
 from .run import Outcome
 
-SUFFIXES = (".pdf", ".png", ".svg")
 _COLUMNS = 3
 #: A work's axis: what its rows differ in, and what tells its panels apart.
 _AXES = {
     "attention": ("tokens", ("cache", "rows", "heads")),
     "split": ("tokens_per_launch", ("tokens",)),
     "step": ("tokens", ()),
+    "prefill": ("tokens", ("context",)),
     "metadata": ("tokens", ("time", "context")),
     "growth": ("units", ("line",)),
     "tilings": ("tokens", ("cache", "rows", "heads")),
@@ -27,13 +28,11 @@ def check_target(file: str) -> None:
     """Refuses a file that could not be written later, before anything is measured.
 
     Raises:
-        RequestError: an ending that is not known, a folder, no such folder, or no matplotlib.
+        RequestError: an ending that is not known, a folder, no such folder, or no matplotlib that
+            loads.
     """
+    picture.check_name(file)
     path = Path(file)
-    if path.suffix.lower() not in SUFFIXES:
-        raise RequestError(
-            [f"--plot is {file!r}; give a file that ends with {', '.join(SUFFIXES)}."], UNREADABLE
-        )
     if not os.access(path.parent, os.W_OK):
         raise RequestError(
             [f"--plot cannot write {file}: no such folder to write to; name another file."],
@@ -41,12 +40,7 @@ def check_target(file: str) -> None:
         )
     if path.is_dir():
         raise RequestError([f"--plot is {file}, which is a folder; name a file."], IMPOSSIBLE)
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise RequestError(
-            ["--plot needs matplotlib, which is not installed; pip install matplotlib."], IMPOSSIBLE
-        ) from None
+    picture.check_library()
 
 
 def panels(rows: list[Row]) -> dict[str, dict[str, list[tuple[float, float, float | None]]]]:
@@ -87,13 +81,7 @@ def draw(outcome: Outcome, file: str) -> str | None:
     figure = Figure(figsize=(5.2 * columns, 3.4 * lines), layout="constrained")
     for number, (panel, providers) in enumerate(drawn.items(), 1):
         _fill(figure.add_subplot(lines, columns, number), panel, providers, outcome.fits)
-    try:
-        figure.savefig(file, dpi=110)
-    except OSError as error:
-        raise RequestError(
-            [f"--plot cannot write {file}: {error.strerror or error}; name another file."],
-            IMPOSSIBLE,
-        ) from None
+    picture.save(figure, file, dpi=110)
     return None
 
 

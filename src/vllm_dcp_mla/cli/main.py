@@ -6,18 +6,25 @@ parsed, or an unknown name.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import signal
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
 
 import typer
 
 from .. import __version__
-from ..planner.request import UNREADABLE
+from ..planner.request import IMPOSSIBLE, UNREADABLE
 from . import bench, doctor, options, plan, rehearse, selftest
 
 _INTERRUPTED = 130  # as a shell reports SIGINT
+#: Of a write: commands say themselves which of their files they could not write.
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 app = typer.Typer(
     name="vllm-dcp-mla",
@@ -68,16 +75,57 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: what follows the program's name; ``sys.argv`` by default.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    if sys.stdout is None:
+        return _fail("standard output is closed; leave it open, or redirect it to a file.")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A folder's name may hold what the terminal's encoding does not.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status = app(arguments or ["--help"], prog_name="vllm-dcp-mla", standalone_mode=False)
+        with _unwinding_signals():
+            status = app(arguments or ["--help"], prog_name="vllm-dcp-mla", standalone_mode=False)
+            sys.stdout.flush()
     except _CommandLineError as error:
         return _refuse(error, arguments)
     except (typer.Abort, KeyboardInterrupt):
         return _INTERRUPTED
+    except OSError as error:
+        return _fail(_said_of(error))
     return status if isinstance(status, int) else 0
+
+
+@contextmanager
+def _unwinding_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a command as an interrupt does: no process and no folder is left."""
+
+    def unwind(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    ours = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL  # nohup ignores SIGHUP: so it stays
+    ]
+    for number in ours:
+        signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _said_of(error: OSError) -> str:
+    """What to say of an error that no command expects: standard output's, or this machine's."""
+    if error.filename is None and error.errno in _WRITE_ERRORS:
+        # What is left in it would be tried once more, and fail, when Python ends.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return f"standard output cannot be written: {error.strerror}; redirect it elsewhere."
+    return f"this machine refused: {error}; put that right, and start again."
+
+
+def _fail(problem: str) -> int:
+    options.print_problems([problem])
+    return IMPOSSIBLE
 
 
 def _refuse(error: BaseException, arguments: list[str]) -> int:

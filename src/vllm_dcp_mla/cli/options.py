@@ -19,6 +19,8 @@ from ..simulate.gpus import GPUS
 
 #: Columns where the width of the terminal is not known, as in a pipe.
 _WIDTH = 100
+#: A narrower terminal breaks the lines itself: tables made for it would lose their figures.
+_LEAST_WIDTH = 80
 
 Model = Annotated[
     str, typer.Option("--model", help=f"{', '.join(BUILT_IN)} or a folder with a config.json.")
@@ -41,7 +43,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def console() -> Console:
     """Standard output; what is printed is text, never markup."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if known else _WIDTH, markup=False, highlight=False, emoji=False)
+    made = Console(width=None if known else _WIDTH, markup=False, highlight=False, emoji=False)
+    made.width = max(made.width, _LEAST_WIDTH)
+    return made
 
 
 def print_problems(problems: list[str]) -> None:

@@ -139,6 +139,11 @@ def plan(
     )  # fmt: skip
     try:
         if compare is not None:
+            if sweep is not None or plot is not None:
+                problem = (
+                    "--compare reads two files and plans nothing; leave --sweep and --plot out."
+                )
+                raise RequestError([problem], UNREADABLE)
             exit_code = _compare(compare, as_json)
         elif sweep is not None:
             exit_code = _sweep(raw, figures, sweep, plot, as_json)
@@ -160,19 +165,37 @@ def unanswered(problems: list[str]) -> dict[str, Any]:
 
 def _one(raw: RawRequest, figures: RawFigures, plot: str | None, as_json: bool) -> int:
     answer = _answer(raw, figures)
+    undrawn: list[str] = []
     if plot is not None and answer.exit_code != UNREADABLE:
         label = f"tp {raw.tp}, pcp {raw.pcp}, dcp {raw.dcp}"
         title = "figures of a log" if figures.replace_a_model else f"{raw.model} on {raw.gpu}"
-        draw([(label, answer.json)], title, "", plot)
+        undrawn = _draw([(label, answer.json)], title, "", plot)
+    exit_code = answer.exit_code or (IMPOSSIBLE if undrawn else 0)
     if as_json:
-        typer.echo(json.dumps(answer.json))
-        return answer.exit_code
-    options.print_problems(answer.problems)
+        said = {**answer.json, "problems": [*answer.json["problems"], *undrawn]}
+        typer.echo(json.dumps({**said, "ok": answer.json["ok"] and not undrawn}))
+        return exit_code
+    options.print_problems([*answer.problems, *undrawn])
     if answer.request is not None and answer.plan is not None and answer.plan.ours is not None:
         plan_tables.print_plan(answer.request, answer.plan)
     elif answer.figures is not None:
         plan_tables.print_figures(answer.figures)
-    return answer.exit_code
+    return exit_code
+
+
+def _draw(plans: list[tuple[str, dict[str, Any]]], title: str, axis: str, file: str) -> list[str]:
+    """Draws plans; why they could not be drawn, which is no reason not to print them.
+
+    Raises:
+        RequestError: a file name that cannot be one.
+    """
+    try:
+        draw(plans, title, axis, file)
+    except RequestError as error:
+        if error.exit_code == UNREADABLE:
+            raise
+        return error.problems
+    return []
 
 
 def _answer(raw: RawRequest, figures: RawFigures) -> _Answer:
@@ -209,19 +232,25 @@ def _sweep(raw: RawRequest, figures: RawFigures, text: str, plot: str | None, as
     def one(flag: str, value: str) -> dict[str, Any]:
         change: dict[str, Any] = {names[flag]: value}
         if figures.replace_a_model:
-            return _answer(raw, replace(figures, **change)).json
-        return _answer(replace(raw, **change), figures).json
+            answer = _answer(raw, replace(figures, **change))
+        else:
+            answer = _answer(replace(raw, **change), figures)
+        if answer.exit_code == UNREADABLE:
+            raise RequestError(answer.problems, UNREADABLE)
+        return answer.json
 
     rows = run_sweep(sweep, one)
+    undrawn: list[str] = []
     if plot is not None:
         title = "figures of a log" if figures.replace_a_model else _title(raw, names[sweep.flag])
-        draw([(row["value"], row) for row in rows], title, f"--{sweep.flag}", plot)
+        undrawn = _draw([(row["value"], row) for row in rows], title, f"--{sweep.flag}", plot)
     if as_json:
-        typer.echo(json.dumps({"sweep": sweep.flag, "plans": rows}))
+        typer.echo(json.dumps({"sweep": sweep.flag, "plans": rows, "problems": undrawn}))
     else:
         plan_tables.print_sweep(sweep.flag, rows)
+        options.print_problems(undrawn)
     # As long as one value works, the sweep has found it.
-    return 0 if any(row["ok"] for row in rows) else IMPOSSIBLE
+    return 0 if any(row["ok"] for row in rows) and not undrawn else IMPOSSIBLE
 
 
 def _title(raw: RawRequest, swept: str) -> str:

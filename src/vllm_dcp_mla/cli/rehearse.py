@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,11 +16,15 @@ from ..rehearse.engine import GRAPHS
 from ..rehearse.faults import FAULTS
 from ..rehearse.machine import MachineError, examine
 from ..rehearse.request import RawRehearsal, read_rehearsal
-from ..settings import SettingsError, load_settings
+from ..settings import SettingsError, env_name, load_settings
 from . import options
 
 #: A request names a GPU; a rehearsal asks the machine which one it is.
 _ANY_GPU = "b200"
+_SWITCHED_OFF = (
+    f"{env_name('disable')} is set: engines would serve as stock vLLM does, and nothing is there "
+    "to rehearse; unset it."
+)
 
 
 def rehearse(
@@ -96,15 +97,17 @@ def rehearse(
     status = Console(stderr=True).status("looking at this machine's GPUs")
     try:
         rehearsal = read_rehearsal(raw, more)
-        kernel = load_settings().kernel
-        with status, _unwinding_signals():
+        settings = load_settings()
+        if settings.disable:
+            _refuse([_SWITCHED_OFF], IMPOSSIBLE, as_json)
+        with status:
             machine = examine()
             # Both need what vLLM brings along; reading the command line does not.
             from ..rehearse import rehearsal as running
             from ..rehearse import report
 
             outcome = running.rehearse(
-                rehearsal.configurations(machine, kernel),
+                rehearsal.configurations(machine, settings.kernel),
                 machine,
                 rehearsal.options,
                 lambda text: status.update(Text(text)),  # a folder's name is no markup
@@ -121,27 +124,6 @@ def rehearse(
         for line in report.remarks(outcome):
             out.print(line)
     raise typer.Exit(0 if outcome.ok else IMPOSSIBLE)
-
-
-@contextmanager
-def _unwinding_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a rehearsal as an interrupt does: no engine and no folder is left."""
-
-    def unwind(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    ours = [
-        number
-        for number in (signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) == signal.SIG_DFL  # nohup ignores SIGHUP: so it stays
-    ]
-    for number in ours:
-        signal.signal(number, unwind)
-    try:
-        yield
-    finally:
-        for number in ours:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def unanswered(problems: list[str]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def selftest(
             asked = f"--tp {sizes.tp} and --pcp {sizes.pcp} are {sizes.num_ranks} ranks"
         problems = [f"{asked}; this machine's selftest runs at most {MAX_RANKS} ranks."]
     else:
-        problems = check_topology(sizes.tp, sizes.pcp, sizes.dcp, heads=max(8, 2 * sizes.tp))
+        problems = check_topology(sizes.tp, sizes.pcp, sizes.dcp, heads=sizes.heads)
     if sizes.dcp == 1 and not problems:
         problems = ["--dcp is 1: there is nothing to share; use 2 or more."]
     if fault in PCP_FAULTS and sizes.pcp == 1:

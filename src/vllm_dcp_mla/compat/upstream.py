@@ -55,11 +55,9 @@ STATUS = (
         "the same check in `_dcp_a2a_pack_send`",
     ),
     Status(
-        "compat/v0_29.py",
-        "decode bounds without a host-to-device copy of the rank",
-        f"keeps the rank on the device ({_FIXES})",
-        30,
-        "decode bounds from a rank that stays on the device",
+        "indexer/length_kernel.py",
+        "a decode's bounds on a rank in one launch; with vLLM 0.29 stock's wait for the GPU, too",
+        "one kernel for the operations of `_dcp_localize_decode_seq_lens`",
     ),
     Status(
         "indexer/hooks.py",

@@ -16,7 +16,6 @@ from vllm.v1.attention.backends.mla.sparse_utils import (
 )
 
 from ..indexer import scope
-from ..indexer.lengths import local_lengths
 
 __all__ = [
     "ABSENT_CHUNK_FIELDS",
@@ -75,32 +74,7 @@ class KernelHook:
 
 
 class IndexerHook:
-    """Decode bounds without a tensor of the rank.
-
-    Symptom: the host waits for the GPU in every decode build. Cause: stock makes a device tensor of
-    this rank's number there. Goes away with 0.29.
-    """
-
-    serves_dcp: bool
-    dcp_rank: int
-    dcp_world_size: int
-    cp_kv_cache_interleave_size: int
-    decode_seq_lens_buffer: torch.Tensor
-
-    def _dcp_localize_decode_seq_lens(
-        self, seq_lens: torch.Tensor, num_decodes: int, seq_lens_is_buffer_view: bool
-    ) -> torch.Tensor:
-        if not self.serves_dcp:
-            stock = super()._dcp_localize_decode_seq_lens  # type: ignore[misc]
-            unchanged: torch.Tensor = stock(seq_lens, num_decodes, seq_lens_is_buffer_view)
-            return unchanged
-        # A CUDA graph keeps the buffer's address.
-        out = seq_lens if seq_lens_is_buffer_view else self.decode_seq_lens_buffer[:num_decodes]
-        return out.copy_(
-            local_lengths(
-                seq_lens, self.dcp_rank, self.dcp_world_size, self.cp_kv_cache_interleave_size
-            )
-        )
+    """What the builder overrides is all there is."""
 
 
 def install_indexer_hooks(indexer: Any) -> None:

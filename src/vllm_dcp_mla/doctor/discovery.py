@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ..compat.installed import package_folder
 from ..plugin import ALIAS_PATH, alias, overrides, why_off
-from ..settings import SettingsError, env_name, load_settings, user_workspace_bytes
+from ..settings import ENV_PREFIX, SettingsError, env_name, load_settings, user_workspace_bytes
 from .probe import DISTRIBUTION, GROUP
 from .processes import Probed
 from .report import Check
@@ -105,8 +106,22 @@ def check_settings(environ: Mapping[str, str]) -> Check:
         off = env_name("disable")
         found = f"{off}={environ[off]}: vLLM is left untouched"
         return Check(name, "warn", found, expected, f"unset {off}")
+    known = {env_name(n) for n in type(settings).model_fields}
+    strange = sorted(n for n in environ if n.startswith(ENV_PREFIX) and n not in known)
+    if strange:
+        near = get_close_matches(strange[0], known, 1, 0.4)
+        fix = f"unset {', '.join(strange)}" + (f"; did you mean {near[0]}?" if near else "")
+        found = f"{', '.join(strange)}: no setting, and nothing reads it"
+        return Check(name, "warn", found, expected, fix)
     changed = [env_name(n) for n in type(settings).model_fields if env_name(n) in environ]
     return Check(name, "pass", ", ".join(changed) or "all at their defaults", expected)
+
+
+def _switched_off(environ: Mapping[str, str]) -> bool:
+    try:
+        return load_settings(environ=environ).disable
+    except SettingsError:
+        return False
 
 
 def check_members(probed: Probed, environ: Mapping[str, str]) -> list[Check]:
@@ -132,6 +147,6 @@ def _check_member(name: str, member: Mapping[str, Any] | None, environ: Mapping[
         return Check(title, "fail", found, expected, fix)
     found = "not registered" if member is None else f"stock: {member['path']}"
     reason = why_off()
-    if check_settings(environ).status == "warn":
+    if _switched_off(environ):
         return Check(title, "warn", found, expected, f"unset {env_name('disable')}")
     return Check(title, "fail", found, expected, reason or "see the checks above")

@@ -15,6 +15,9 @@ from .report import Check, Report, Status
 
 _LONGEST_LINE = 20_000
 _EXPECTED = "none in the log"
+#: How Python, and vLLM's log, begin what ends a process.
+_ERROR = re.compile(r"Traceback \(most recent call last\)|\bERROR\b|\b\w+Error: |core dumped")
+_HARMLESS = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
 
 
 class LogError(ValueError):
@@ -164,10 +167,13 @@ def read_log(path: str) -> Report:
 def examine_log(lines: Iterable[str]) -> Report:
     """Looks for every known failure in lines."""
     found: dict[str, _Found] = {}
-    total = 0
+    total, is_vllms, unknown = 0, False, None
     for number, line in enumerate(lines, 1):
         total = number
         line = line[:_LONGEST_LINE].rstrip("\n")
+        is_vllms = is_vllms or "vllm" in line.lower()
+        if unknown is None and _ERROR.search(line) and not _HARMLESS.search(line):
+            unknown = _Found(1, number, line.strip()[:200])
         for symptom in SYMPTOMS:
             if symptom.text not in line:
                 continue
@@ -182,9 +188,19 @@ def examine_log(lines: Iterable[str]) -> Report:
     if not total:
         checks = [Check("log", "fail", "it is empty", "lines", "give the log of a server")]
     elif not checks:
-        found_none = f"no known failure in {total:,} lines"
-        checks = [Check("log", "pass", found_none, _EXPECTED)]
+        checks = [_none_known(total, is_vllms, unknown)]
     return Report(checks)
+
+
+def _none_known(total: int, is_vllms: bool, unknown: _Found | None) -> Check:
+    said = f"no known failure in {total:,} lines"
+    if unknown is not None:
+        said += f", but line {unknown.line} says: {unknown.said}"
+        return Check("log", "warn", said, _EXPECTED, "read on from that line; no fix is known here")
+    if not is_vllms:
+        said += ", none of which names vLLM"
+        return Check("log", "warn", said, _EXPECTED, "give a vLLM server's log, as text")
+    return Check("log", "pass", said, _EXPECTED)
 
 
 def _said(symptom: Symptom, line: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from vllm.v1.attention.backends.mla.indexer import (
@@ -19,6 +20,7 @@ from ..warmup import warm
 from . import scope
 from .chunk_kernel import CHUNK_BOUNDS_KERNEL
 from .exchange import bound_chunks, max_rows
+from .length_kernel import LOCAL_LENGTHS_KERNEL, write_local_lengths
 from .lengths import local_lengths
 
 _Hook: Any = load_adapter().IndexerHook
@@ -40,7 +42,7 @@ class DcpIndexerBuilder(_Hook, DeepseekV32IndexerMetadataBuilder):
         self._max_exchange_rows = max_rows(settings.merge_limit_bytes, topk, self.dcp_world_size)
         # An empty schedule: every slot starts where it ends.
         self._no_work = torch.zeros_like(self.scheduler_metadata_buffer)
-        self._running = scope.Running(self.split_prefills, self._no_work)
+        self._running = scope.Running(WeakMethod(self.split_prefills), self._no_work)
         self._table_width = self.expanded_block_table_buffer.shape[1]
         # A rank stores something of every request that is longer than its first turn begins.
         self._begins = self.dcp_rank * self.cp_kv_cache_interleave_size
@@ -48,6 +50,7 @@ class DcpIndexerBuilder(_Hook, DeepseekV32IndexerMetadataBuilder):
         drafts = self.vllm_config.speculative_config
         self._knows_rows = drafts is None or not drafts.enable_adaptive_verification
         warm(self.vllm_config, self.device, CHUNK_BOUNDS_KERNEL, self.compress_ratio)
+        warm(self.vllm_config, self.device, LOCAL_LENGTHS_KERNEL)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -71,6 +74,31 @@ class DcpIndexerBuilder(_Hook, DeepseekV32IndexerMetadataBuilder):
         running.empty_requests, running.empty_tokens = self._leading_empty(common_attn_metadata)
         with running:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def _dcp_localize_decode_seq_lens(
+        self, seq_lens: torch.Tensor, num_decodes: int, seq_lens_is_buffer_view: bool
+    ) -> torch.Tensor:
+        """Stock's decode bounds of this rank, in one launch.
+
+        Args:
+            seq_lens: global bounds of decode rows, int32.
+            num_decodes: requests.
+            seq_lens_is_buffer_view: whether they lie in a buffer of the builder, and may change.
+        """
+        if not self.serves_dcp:
+            stock = super()._dcp_localize_decode_seq_lens
+            unchanged: torch.Tensor = stock(seq_lens, num_decodes, seq_lens_is_buffer_view)
+            return unchanged
+        # A CUDA graph keeps the buffer's address.
+        out = seq_lens if seq_lens_is_buffer_view else self.decode_seq_lens_buffer[:num_decodes]
+        write_local_lengths(
+            seq_lens,
+            out,
+            rank=self.dcp_rank,
+            dcp=self.dcp_world_size,
+            interleave=self.cp_kv_cache_interleave_size,
+        )
+        return out
 
     def _leading_empty(self, common: Any) -> tuple[int, int]:
         """How many requests, and query tokens of them, come before the first with keys here."""

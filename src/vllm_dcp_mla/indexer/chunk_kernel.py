@@ -14,15 +14,18 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from ..compat.adapter import load_adapter
+from .length_kernel import local_length
 
 _BLOCK = 1024
 _INT32_END = 1 << 31  # from here on Triton would type an argument i64: another variant
 
+_CAPACITIES = ("num_rows", "num_keys")  # of the tensors written; a call does not name them
 _INTEGERS = (
     "token_origin",
     "dcp_rank",
     "dcp_world",
     "interleave",
+    *_CAPACITIES,
 )
 _POINTERS = (
     "query_start_loc_ptr",
@@ -50,6 +53,8 @@ def _chunk_bounds_kernel(  # type: ignore[no-untyped-def]
     dcp_rank,
     dcp_world,
     interleave,
+    num_rows,
+    num_keys,
     BLOCK: tl.constexpr,  # noqa: N803
     COMPRESS_RATIO: tl.constexpr,  # noqa: N803
 ):
@@ -62,18 +67,18 @@ def _chunk_bounds_kernel(  # type: ignore[no-untyped-def]
     last = tl.load(query_start_loc_ptr + request + 1) - token_origin
     context = tl.load(seq_lens_ptr + request) - (last - first)
     row_start = tl.load(row_start_ptr + request)
-    for base in range(first + worker * BLOCK, last, workers * BLOCK):
+    # Lengths are the device's here; the host allocated by its own, which may be others.
+    stop = tl.minimum(last, num_rows)
+    for base in range(first + worker * BLOCK, stop, workers * BLOCK):
         token = base + offsets
-        mask = token < last
+        mask = (token >= 0) & (token < stop)
         states = (context + token - first + 1) // COMPRESS_RATIO
-        rounds = states // (interleave * dcp_world)
-        rest = states - rounds * interleave * dcp_world - dcp_rank * interleave
-        local = rounds * interleave + tl.minimum(tl.maximum(rest, 0), interleave)
+        local = local_length(states, dcp_rank, dcp_world, interleave)
         tl.store(key_start_ptr + token, row_start, mask=mask)
         tl.store(key_end_ptr + token, row_start + local, mask=mask)
 
     key_begin = tl.load(cu_seq_lens_ptr + request)
-    key_end = tl.load(cu_seq_lens_ptr + request + 1)
+    key_end = tl.minimum(tl.load(cu_seq_lens_ptr + request + 1), num_keys)
     for base in range(key_begin + worker * BLOCK, key_end, workers * BLOCK):
         key = base + offsets
         tl.store(token_to_seq_ptr + key, request, mask=key < key_end)
@@ -107,7 +112,7 @@ class ChunkBoundsKernel(_STOCK.TritonJitKernel):
         pointers = {name.removesuffix("_ptr"): pointer for name in _POINTERS}
         return {
             **pointers,
-            **dict.fromkeys(_INTEGERS, 2),
+            **{name: 2 for name in _INTEGERS if name not in _CAPACITIES},
             "num_requests": 1,
             "workers": 1,
             "compress_ratio": compile_key.compress_ratio,
@@ -133,13 +138,19 @@ class ChunkBoundsKernel(_STOCK.TritonJitKernel):
         compress_ratio: int,
     ) -> Any:
         """Writes the bounds of requests; all tensors int32, see :func:`reference_chunk_bounds`."""
-        rows = key_start.shape[0]
-        if not max(token_origin + rows, dcp_world * interleave) < _INT32_END:
+        rows, keys = key_start.shape[0], token_to_seq.shape[0]
+        if not max(token_origin + rows, keys, dcp_world * interleave) < _INT32_END:
             raise ValueError(
-                f"a step of {rows} tokens from {token_origin} on is past {_INT32_END - 1}, "
-                "the most that the chunk metadata counts; lower --max-num-batched-tokens"
+                f"a step of {rows} tokens from {token_origin} on, over {keys} keys, is past "
+                f"{_INT32_END - 1}, the most that the chunk metadata counts; lower "
+                "--max-num-batched-tokens"
             )
-        return (num_requests, workers), {"BLOCK": _BLOCK, "COMPRESS_RATIO": compress_ratio}
+        return (num_requests, workers), {
+            "num_rows": rows,
+            "num_keys": keys,
+            "BLOCK": _BLOCK,
+            "COMPRESS_RATIO": compress_ratio,
+        }
 
 
 CHUNK_BOUNDS_KERNEL = ChunkBoundsKernel()
@@ -173,6 +184,9 @@ def reference_chunk_bounds(
 ) -> None:
     """The kernel in plain torch.
 
+    Lengths on the device may be others than those that the host allocated by: what is outside the
+    written tensors is left out, and what no request reaches stays as it is.
+
     Args:
         query_start_loc: ``[requests + 1]`` first query token of each request in the step.
         seq_lens: ``[requests]`` global lengths, query tokens included, not compressed.
@@ -188,11 +202,15 @@ def reference_chunk_bounds(
     """
     from .lengths import local_lengths
 
+    tokens = torch.arange(key_start.shape[0], dtype=torch.int32)
+    keys = torch.arange(token_to_seq.shape[0])
     for request in range(num_requests):
         first, last = (int(query_start_loc[request + i]) - token_origin for i in (0, 1))
+        rows = (tokens >= first) & (tokens < last)
         context = int(seq_lens[request]) - (last - first)
-        visible = context + 1 + torch.arange(last - first, dtype=torch.int32)
+        visible = context + 1 + tokens[rows] - first
         local = local_lengths(visible // compress_ratio, dcp_rank, dcp_world, interleave)
-        key_start[first:last] = row_start[request]
-        key_end[first:last] = row_start[request] + local
-        token_to_seq[int(cu_seq_lens[request]) : int(cu_seq_lens[request + 1])] = request
+        key_start[rows] = row_start[request]
+        key_end[rows] = row_start[request] + local
+        key_begin, key_stop = (int(cu_seq_lens[request + i]) for i in (0, 1))
+        token_to_seq[(keys >= key_begin) & (keys < key_stop)] = request

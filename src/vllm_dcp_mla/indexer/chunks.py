@@ -83,8 +83,8 @@ class ChunkBuild:
         Returns:
             None where the requests have no keys.
         """
-        # A PCP plan is made anew for every chunk, and where there is one, chunks are few.
-        requests = self.requests.get((start_idx, end_idx)) if pcp_plan is None else None
+        # Stock plans anew for every chunk, from its requests alone: all chunks' plans are equal.
+        requests = self.requests.get((start_idx, end_idx))
         if requests is None:
             span = slice(start_idx, end_idx)
             lengths_cpu = compressed_seq_lens_cpu[span]
@@ -101,7 +101,8 @@ class ChunkBuild:
             if requests.total:
                 requests.origin, stop = (int(query_start_loc_cpu[i]) for i in (start_idx, end_idx))
                 requests.block_table = block_table[span]
-                requests.key_start, requests.key_end = torch.empty(
+                # A row that no request reaches sees no keys.
+                requests.key_start, requests.key_end = torch.zeros(
                     (2, stop - requests.origin), dtype=torch.int32, device=block_table.device
                 )
                 write_chunk_bounds(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from ..settings import load_settings
 
@@ -26,14 +27,14 @@ class Running:
     asked for a schedule: releases of it read past lengths that are all zero.
 
     Attributes:
-        split_prefills: see :meth:`.builder.DcpIndexerBuilder.split_prefills`.
+        splitter: :meth:`.builder.DcpIndexerBuilder.split_prefills`; weak: its builder holds this.
         no_work: ``[slots + 1, 2]`` int32, an empty DeepGEMM schedule.
         empty_requests: requests at the front that this rank stores no key of.
         empty_tokens: their query tokens.
         chunks: makes its prefill chunks; None before the first.
     """
 
-    split_prefills: Callable[..., list[tuple[slice, slice]]]
+    splitter: WeakMethod[Callable[..., list[tuple[slice, slice]]]]
     no_work: torch.Tensor
     empty_requests: int = 0
     empty_tokens: int = 0
@@ -41,12 +42,20 @@ class Running:
     _before: Token[Running | None] | None = None
 
     def __enter__(self) -> None:
+        assert self._before is None, "a build of the indexer's metadata within itself"
         self._before = _running.set(self)
 
     def __exit__(self, *_: object) -> None:
         assert self._before is not None
         _running.reset(self._before)
+        self._before = None
         self.chunks = None
+
+    def split_prefills(self, *args: Any, **kwargs: Any) -> list[tuple[slice, slice]]:
+        """See :meth:`.builder.DcpIndexerBuilder.split_prefills`."""
+        split = self.splitter()
+        assert split is not None  # the builder runs
+        return split(*args, **kwargs)
 
     def schedules_nothing(self, context_lens: torch.Tensor) -> bool:
         """Whether all these decode rows are of requests that this rank stores no key of."""

@@ -96,7 +96,7 @@ class LaunchBuffers:
     """Memory a launch may use, shared by all launches of a device in stream order.
 
     Attributes:
-        workspace: int8, zero before its first use.
+        workspace: int8; trtllm-gen's is zero before its first use.
         counters: uint8, zero before its first use; kernels leave it zero.
     """
 

@@ -65,6 +65,8 @@ class FlashMlaKernel:
         ``buffers.workspace`` holds :func:`..key_splits.partial_bytes` bytes.
         """
         tokens, heads, _ = batch.query.shape
+        if not tokens:
+            return
         topk = batch.topk.shape[1]
         parts = self._parts or num_spreads(tokens, heads, topk, self._rows or topk, self._num_sms)
         if parts == 1:

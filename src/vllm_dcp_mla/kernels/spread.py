@@ -2,6 +2,10 @@
 
 One launch before the kernel copies queries and cuts the selection, one behind merges the parts. A
 small batch then fills the GPU: a library's kernel takes as long as its longest token.
+
+On an H200, in microseconds to spread, attend and merge: 16 tokens of 512 keys in 4 parts 3.5, 10.5
+and 3.3; of 2,048 in 8 parts 4.7, 20.6 and 4; 8 of 2,048 in 16 parts 4.4, 13.2 and 4. FlashMLA's
+kernel takes 8.3 for one part of 128 keys, of which 5 pass before its first key.
 """
 
 from __future__ import annotations

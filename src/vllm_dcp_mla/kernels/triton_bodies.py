@@ -1,11 +1,14 @@
 """What runs on the GPU: attention over a share of a token's keys, and the merge of the shares.
 
-How they are launched, and why they are as they are, is :mod:`.triton_decode`'s to say.
+:mod:`.triton_decode` says how the first is launched and why it is as it is, :mod:`.merge_parts` the
+same of the second. :mod:`.spread` cuts a library's keys into the same shares.
 """
 
 from __future__ import annotations
 
 from vllm.triton_utils import tl, triton
+
+# A function of tl that is itself jitted, such as cdiv or zeros, costs the interpreter milliseconds.
 
 #: Arguments that vary at run time; nothing is compiled for them.
 ATTEND_POINTERS = (
@@ -23,7 +26,7 @@ MERGE_INTEGERS = ("out_token", "out_head", "lse_token", "heads", "splits")
 @triton.jit  # type: ignore[untyped-decorator]
 def share_of_keys(count, splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Keys of a part: whole blocks, so that the last parts of a short row are empty."""
-    return tl.cdiv(tl.cdiv(count, splits), BLOCK_N) * BLOCK_N
+    return ((count + splits - 1) // splits + BLOCK_N - 1) // BLOCK_N * BLOCK_N
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -96,8 +99,8 @@ def attend_kernel(  # type: ignore[no-untyped-def]
             query_rot = (query_rot.to(tl.float32) * QUERY_UNIT).to(kind)
 
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    acc = tl.zeros((BLOCK_H, LATENT), tl.float32)
+    total = tl.full((BLOCK_H,), 0.0, tl.float32)
+    acc = tl.full((BLOCK_H, LATENT), 0.0, tl.float32)
     topk_at = topk_ptr + token * topk_token
     for start in range(begin, end, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
@@ -228,7 +231,8 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(0) % heads
     count = tl.load(counts_ptr + token)
     # Parts behind these were left unwritten.
-    parts = tl.cdiv(count, tl.maximum(share_of_keys(count, splits, BLOCK_N), 1))
+    share = tl.maximum(share_of_keys(count, splits, BLOCK_N), 1)
+    parts = (count + share - 1) // share
     partial = token * splits * heads + head
     every = tl.arange(0, MAX_S)
     lses = tl.load(
@@ -239,7 +243,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     total = tl.where(parts > 0, tl.sum(tl.exp2(lses - top), 0), 1.0)
 
     latent = tl.arange(0, LATENT)
-    acc = tl.zeros((LATENT,), tl.float32)
+    acc = tl.full((LATENT,), 0.0, tl.float32)
     for first in range(0, parts, BLOCK_S):
         some = first + tl.arange(0, BLOCK_S)
         at = partial + some.to(tl.int64) * heads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ _BYTES = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
 }
+
+
+#: One of so many files.
+_NUMBERED = re.compile(r"-\d+-of-(\d{1,9})\.safetensors$")
 
 
 class CheckpointError(ValueError):
@@ -104,11 +109,19 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder, by its index where it has one; empty without any.
 
     Raises:
-        CheckpointError: an index that cannot be read, or one that names a file that is missing.
+        CheckpointError: an index that cannot be read, or a file that it, or the others' names, say
+            is missing.
     """
     index = folder / INDEX_FILE
     if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
+        files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+        numbered = [match for file in files if (match := _NUMBERED.search(file.name))]
+        if numbered and len(numbered) < (wanted := int(numbered[0][1])):
+            raise CheckpointError(
+                f"{folder} holds {len(numbered)} of {wanted} numbered files, by their names; "
+                "download the rest, or remove the files to have the bytes computed."
+            )
+        return files
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

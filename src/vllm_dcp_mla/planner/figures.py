@@ -130,6 +130,8 @@ def plan_figures(figures: Figures) -> FiguresPlan:
     allocated stays.
     """
     logged = Budget(figures.total_bytes, figures.logged_utilization, 0)
+    if impossible := _impossible(figures, logged):
+        return FiguresPlan(None, impossible, [])
     non_kv = figures.non_kv_bytes
     if non_kv is None:
         assert figures.kv_bytes is not None
@@ -141,7 +143,7 @@ def plan_figures(figures: Figures) -> FiguresPlan:
     else:
         notes.append(
             "Without --free-gib the CUDA context, NCCL and what is made after profiling are not "
-            "known: the largest safe utilisation is a little smaller than said."
+            "known: the largest safe utilisation is smaller than said, by what they take."
         )
     budget = Budget(
         total_bytes=figures.total_bytes,
@@ -151,6 +153,28 @@ def plan_figures(figures: Figures) -> FiguresPlan:
         outside_bytes=used_outside + figures.autotune_bytes,
     )
     return FiguresPlan(budget, _problems(figures, budget, used_outside), notes)
+
+
+def _impossible(figures: Figures, logged: Budget) -> list[str]:
+    """Figures that cannot be of one start of vLLM."""
+    share = (
+        f"--total-gib {gib(figures.total_bytes)} at --logged-utilization "
+        f"{figures.logged_utilization:g}"
+    )
+    problems = []
+    kv, free = figures.kv_bytes, figures.free_bytes
+    if kv is not None and kv + figures.graphs_bytes > logged.requested_bytes:
+        problems.append(
+            f"--kv-gib is {gib(kv)}, but vLLM plans with {gib(logged.requested_bytes)}, graphs "
+            f"included, of {share}; give the figures of one start."
+        )
+    most_free = logged.slack_bytes + figures.graphs_bytes  # graphs are captured later
+    if free is not None and free > most_free:
+        problems.append(
+            f"--free-gib is {gib(free)}, but no more than {gib(most_free)} lie beside what vLLM "
+            f"takes of {share}; give what was free once the KV cache was made."
+        )
+    return problems
 
 
 def _problems(figures: Figures, budget: Budget, used_outside: int) -> list[str]:

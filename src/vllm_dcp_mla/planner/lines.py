@@ -159,7 +159,7 @@ def _loaded(s: Subject) -> Iterator[Line]:
     yield _exact("index_groups", "top-k rows of layer groups", groups, budget, _SEQS)
     yield from _trtllm_workspace(s)
     if s.backend == FLASH_ATTN_3 and s.deployment.dcp > 1:
-        partials = partial_bytes(s.spec.kv_lora_rank, s.spec.qk_rope_head_dim, s.sms)
+        partials = partial_bytes(s.spec.kv_lora_rank, s.sms)
         yield _exact("partials", "partial results of split keys", partials, budget, "", 0)
     if (gathered := _pcp_gather(s)) is not None:
         shrink = "a smaller VLLM_DCP_MLA_GATHER_LIMIT_BYTES"

@@ -88,9 +88,12 @@ def refusals(outcome: Outcome, lines: list[Line], max_model_len: int) -> list[st
     if budget.kv_bytes <= 0:
         problems.append(_no_kv(budget, lines))
     elif kv.requests(max_model_len) < 1:
+        way_out = f"use {kv.tokens_logical} or less"
+        if not kv.tokens_logical:
+            way_out = "not one block fits: use a smaller --block-size, or make room"
         problems.append(
             f"The KV cache holds {kv.tokens_logical:,} tokens, not one request of --max-model-len "
-            f"{max_model_len}; use {kv.tokens_logical} or less. {_largest(lines, Counted.BUDGET)}"
+            f"{max_model_len}; {way_out}. {_largest(lines, Counted.BUDGET)}"
         )
     if budget.free_bytes < 0:
         problems.append(_no_room(budget, lines))

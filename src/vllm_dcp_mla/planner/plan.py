@@ -19,7 +19,7 @@ from ..capability import (
 )
 from ..capability_rules import arch_name
 from ..key_splits import partial_bytes
-from ..settings import Settings
+from ..settings import Settings, env_name
 from ..simulate.gpus import Gpu
 from ..workspace import WorkspacePlan, plan_workspace
 from . import estimates, kv_cache, outcome
@@ -186,7 +186,7 @@ def _answer(
         kv_gain=_gain(case, d, workload, done.ours.kv),
         max_tokens=_largest_batch(case, d, workload),
         notes=_notes(case, d, served_by, workload),
-        warnings=outcome.warnings(done.ours),
+        warnings=[*_switched_off(case.settings), *outcome.warnings(done.ours)],
         problems=outcome.refusals(done.ours, done.lines, workload.max_model_len),
     )
     return answer if answer.problems else replace(answer, flags=_flags(request, d, workload))
@@ -298,7 +298,7 @@ def _workspace(
     heads = Workspace(heads=d.kernel_heads, stock_heads=d.heads_per_rank * d.dcp)
     backend = serving(d) if d.dcp > 1 else _stock_backend(d)
     if backend == FLASH_ATTN_3:
-        size = partial_bytes(d.dims.kv_lora_rank, d.dims.qk_rope_head_dim, case.gpu.sms)
+        size = partial_bytes(d.dims.kv_lora_rank, case.gpu.sms)
         return replace(heads, tokens_per_launch=tokens, launches=1, total_bytes=size)
     if backend is None or not has_trtllm_workspace(backend, d.arch, case.settings):
         return heads
@@ -319,6 +319,12 @@ def _workspace(
         total_bytes=split.total_bytes,
         stock_total_bytes=stock_total,
     )
+
+
+def _switched_off(settings: Settings) -> list[str]:
+    if not settings.disable:
+        return []
+    return [f"{env_name('disable')} is set: vLLM is left untouched, as stock; unset it."]
 
 
 def _notes(case: _Case, d: Deployment, served_by: str | None, workload: Workload) -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from .request import IMPOSSIBLE, UNREADABLE, RequestError
+from . import picture
+from .request import IMPOSSIBLE, RequestError
 
 GIB = 1 << 30
-SUFFIXES = (".png", ".svg", ".pdf")
 #: Segments from the bottom up: key, what the legend says, colour.
 _SEGMENTS = (
     ("weights", "weights", "#355070"),
@@ -59,28 +58,19 @@ def draw(
         RequestError: an ending that is not known, matplotlib is missing, nothing to draw, or the
             file cannot be written.
     """
-    if Path(file).suffix.lower() not in SUFFIXES:
-        raise RequestError(
-            [f"--plot is {file!r}; give a file that ends with {', '.join(SUFFIXES)}."], UNREADABLE
-        )
+    picture.check_name(file)
     drawn = [(label, plan) for label, plan in plans if plan["memory"] is not None]
     if not drawn:
-        raise RequestError(["--plot has nothing to draw: no plan has figures."], IMPOSSIBLE)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
         raise RequestError(
-            ["--plot needs matplotlib, which is not installed; pip install matplotlib."], IMPOSSIBLE
-        ) from None
+            ["--plot has nothing to draw: no plan has figures; see why, above or in problems."],
+            IMPOSSIBLE,
+        )
+    picture.check_library()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(inches, 5.2), layout="constrained")
     _fill(figure.add_subplot(), drawn, title, axis)
-    try:
-        figure.savefig(file, dpi=130)
-    except OSError as error:
-        raise RequestError(
-            [f"--plot cannot write {file}: {error.strerror or error}; name another file."],
-            IMPOSSIBLE,
-        ) from None
+    picture.save(figure, file, dpi=130)
 
 
 def _fill(axes: Any, drawn: list[tuple[str, dict[str, Any]]], title: str, axis: str) -> None:

@@ -176,8 +176,10 @@ def read_rehearsal(raw: RawRequest, more: RawRehearsal) -> Rehearsal:
     impossible = request.problems()
     if request.tp * request.pcp == 1 and not impossible:
         impossible = ["--tp and --pcp are 1: one rank is what a rehearsal compares with; use 2."]
-    if minutes and more.fault:
-        impossible.append("--soak and --break are both given; leave one out.")
+    # Each takes the place of what the others do.
+    instead = {"--cover": more.cover, "--soak": minutes, "--break": more.fault}
+    if len(given := [flag for flag, value in instead.items() if value]) > 1:
+        impossible.append(f"{' and '.join(given)} are given together; leave all but one out.")
     if long_tokens and (minutes or more.fault):
         impossible.append(
             "--long-prompt is served once, and not by --soak or --break; leave it out."

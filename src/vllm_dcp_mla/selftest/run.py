@@ -69,7 +69,7 @@ def run_selftest(
         .world.RankError: a rank failed instead of answering.
     """
     model = {**load_config("glm-5.2"), "index_topk": _TOPK}
-    heads = max(8, 2 * sizes.tp)
+    heads = sizes.heads
     outcome = []
     for run in _runs(sizes, interleaves):
         shapes = (

@@ -39,6 +39,11 @@ class Sizes:
         """Ranks that hold one copy of the model."""
         return self.tp * self.pcp
 
+    @property
+    def heads(self) -> int:
+        """Query heads of the model: two on each TP rank at least."""
+        return max(4, 2 * self.tp)
+
     def __str__(self) -> str:
         pcp = f" PCP{self.pcp}" if self.pcp > 1 else ""
         return f"TP{self.tp}{pcp} DCP{self.dcp}"
@@ -75,7 +80,8 @@ def prepare(device_type: str) -> None:
         PYTORCH_NVML_BASED_CUDA_CHECK="1",
     )
     if device_type == "cpu":
-        os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+        # Threads of NumPy's small products, in every rank, took ten times as long as one.
+        os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="", OPENBLAS_NUM_THREADS="1")
     for noisy in ("vllm", "torch"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     from ..simulate import driver

@@ -55,6 +55,10 @@ _OTHER_CACHE = (
     "stock serves DCP on Hopper from an fp8_ds_mla cache only, whose rows have 656 bytes; query "
     "gather and exchange between ranks are left out of both."
 )
+_ONE_REQUEST = (
+    "tokens of one request, each of which selects keys at random; neighbours of a real prefill "
+    "share keys."
+)
 _COUNTED = (
     "counted from calls, nothing ran on a B200; what FlashInfer launches inside its call, such as "
     "zeroing counters for a caller that brings none, is not seen."
@@ -78,6 +82,12 @@ WORKS: dict[str, Work] = {
             "index conversion, kernel, LSE and merge preparation of one layer on Hopper",
             *(SM90, NEWEST),
             silent=(_OTHER_CACHE,),
+        ),
+        _work(
+            "prefill",
+            "the same step of a long prefill, its fp8 keys widened to bf16 first or not",
+            *(SM90, NEWEST),
+            silent=(_OTHER_CACHE, _ONE_REQUEST),
         ),
         _work(
             "launches",

@@ -109,7 +109,7 @@ def make_buffers(workbench: Workbench) -> LaunchBuffers:
     """Memory for split keys, as the backend holds it."""
     return LaunchBuffers(
         torch.zeros(
-            partial_bytes(DIMS.kv_lora_rank, DIMS.qk_rope_head_dim, workbench.num_sms),
+            partial_bytes(DIMS.kv_lora_rank, workbench.num_sms),
             dtype=torch.int8,
             device=workbench.device,
         ),

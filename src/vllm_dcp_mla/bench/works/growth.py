@@ -64,11 +64,11 @@ def run(workbench: Workbench) -> Iterator[Row]:
 def _attention(
     workbench: Workbench, cache: Any, line: str, number: int, shape: dict[str, int]
 ) -> Iterator[Row]:
-    from ...backends import hopper
+    from ...backends.hopper_kernels import choose_kernels
 
     tokens, heads, rows = shape["tokens"], shape["heads"], shape["rows"]
     launch = LaunchShape(heads, TOPK, CACHES["bf16"], DIMS)
-    chosen = hopper.choose_kernels(launch, "auto", workbench.num_sms, rows).of(tokens)
+    chosen = choose_kernels(launch, "auto", workbench.num_sms, rows).of(tokens)
     for row in at_shape(workbench, "growth", cache, tokens, heads, rows, (chosen.name,)):
         yield replace(
             _on_line(row, line, number),

@@ -91,6 +91,7 @@ def warmed(provider: str, config: Any, heads: int) -> list[tuple[Any, tuple[Any,
     from vllm.v1.attention.backends.mla import compressor_utils, indexer
 
     from ...indexer.chunk_kernel import CHUNK_BOUNDS_KERNEL
+    from ...indexer.length_kernel import LOCAL_LENGTHS_KERNEL
     from ...kernels import finish, spread, triton_decode
     from ...key_splits import tilings_of
     from ..inputs import DIMS, TOPK
@@ -103,7 +104,7 @@ def warmed(provider: str, config: Any, heads: int) -> list[tuple[Any, tuple[Any,
         # The package is switched off in that process: these are stock's variants.
         kernels.append((indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL, (config,)))
         return kernels
-    kernels.append((CHUNK_BOUNDS_KERNEL, (1,)))
+    kernels += [(CHUNK_BOUNDS_KERNEL, (1,)), (LOCAL_LENGTHS_KERNEL, ())]
     tilings = tilings_of(heads, TOPK // config.parallel_config.decode_context_parallel_size)
 
     def collect(kernel: Any, *arguments: Any) -> None:

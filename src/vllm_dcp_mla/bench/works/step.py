@@ -24,11 +24,11 @@ from ..timing import number_of_sets
 from ..workbench import Workbench
 from .attention import make_buffers
 
-_BLOCK = 64
+BLOCK = 64
 _CONTEXT = 131_072
-_DCP = 4
-_HEADS = 64
-_BLOCKS = 16_384  # of the cache, 1,048,576 rows
+DCP = 4
+HEADS = 64
+BLOCKS = 16_384  # of the cache, 1,048,576 rows
 _SCALE = (DIMS.qk_nope_head_dim + DIMS.qk_rope_head_dim) ** -0.5
 TOKENS = (1, 4, 16, 64, 256, 1024)
 _QUICK_TOKENS = (1, 64)
@@ -67,12 +67,12 @@ class Version:
 def run(workbench: Workbench) -> Iterator[Row]:
     """Rows of ours from both caches and of stock's from its own."""
     device = workbench.device
-    caches = {name: _random_cache(name, device) for name in CACHES}
-    packed, unpacked = random_ds_mla_cache(device, _BLOCKS)
+    caches = {name: random_cache(name, device) for name in CACHES}
+    packed, unpacked = random_ds_mla_cache(device, BLOCKS)
     mine: list[Row] = []
     for tokens in _QUICK_TOKENS if workbench.quick else TOKENS:
         one = _select(tokens, 1, device)
-        touched = tokens * (TOPK // _DCP * HEAD_DIM * 2 + _HEADS * (HEAD_DIM + 512) * 2)
+        touched = tokens * (TOPK // DCP * HEAD_DIM * 2 + HEADS * (HEAD_DIM + 512) * 2)
         sets = number_of_sets(touched, workbench.l2_bytes)
         selections = one if sets == 1 else _select(tokens, sets, device)
         versions = {
@@ -97,18 +97,18 @@ def _at_tokens(
     row = partial(
         Row,
         "step",
-        f"{tokens:,} tokens, DCP {_DCP}, {_HEADS} heads, {_CONTEXT:,} of context",
-        sizes={"tokens": tokens, "dcp": _DCP, "heads": _HEADS, "context": _CONTEXT},
+        f"{tokens:,} tokens, DCP {DCP}, {HEADS} heads, {_CONTEXT:,} of context",
+        sizes={"tokens": tokens, "dcp": DCP, "heads": HEADS, "context": _CONTEXT},
     )
     rows = workbench.measure(
         row,
-        {name: partial(_problem, version, selections) for name, version in versions.items()},
-        {name: partial(_pass, version, selections) for name, version in versions.items()},
+        {name: partial(problem_of, version, selections) for name, version in versions.items()},
+        {name: partial(run_all, version, selections) for name, version in versions.items()},
         len(selections.queries),
     )
     for timed in rows:
         version = versions[timed.provider]
-        demand = floor.attention(tokens, _HEADS, TOPK // _DCP, row_bytes=version.row_bytes)
+        demand = floor.attention(tokens, HEADS, TOPK // DCP, row_bytes=version.row_bytes)
         counted = {}
         if timed.us is not None:
             once = partial(_step, version, selections.queries[0], selections.topk[0])
@@ -133,33 +133,34 @@ def pack_for_exchange(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
     tokens, heads, dim = out.shape
     extra = dcp._dcp_a2a_lse_pack_dim(out.dtype)
-    per_rank = heads // _DCP
-    send = torch.empty((_DCP, tokens, per_rank, dim + extra), dtype=out.dtype, device=out.device)
-    dcp._dcp_a2a_pack_send(out, lse, send, _DCP, per_rank, dim, extra)
+    per_rank = heads // DCP
+    send = torch.empty((DCP, tokens, per_rank, dim + extra), dtype=out.dtype, device=out.device)
+    dcp._dcp_a2a_pack_send(out, lse, send, DCP, per_rank, dim, extra)
     return send
 
 
-def _pass(version: Version, selections: Selections) -> None:
+def run_all(version: Version, selections: Selections) -> None:
+    """A pass: every set of inputs once."""
     for query, topk in zip(selections.queries, selections.topk, strict=True):
         _step(version, query, topk)
 
 
-def _problem(version: Version, selections: Selections) -> str | None:
+def problem_of(version: Version, selections: Selections) -> str | None:
     """What is wrong with a version's out and LSE; those of the first set, some tokens."""
     query, topk = selections.queries[0], selections.topk[0].clone()
     if len(query) > 1:
         # A token whose keys are all on other ranks.
-        topk[len(query) // 2] = torch.where(topk[0] % _DCP == 0, topk[0] + 1, topk[0])
+        topk[len(query) // 2] = torch.where(topk[0] % DCP == 0, topk[0] + 1, topk[0])
     out, lse = version.attend(query, topk)
     tokens = check.sampled_tokens(len(query), query.device)
-    wanted = reference(query, topk, selections.table, version.rows, version.scale, tokens)
+    wanted = reference(query, topk, selections, version.rows, version.scale, tokens)
     return check.problem_of(out[tokens], lse[tokens], *wanted, "e")
 
 
 def reference(
     query: torch.Tensor,
     topk: torch.Tensor,
-    table: torch.Tensor,
+    selections: Selections,
     rows: torch.Tensor,
     scale: float,
     tokens: torch.Tensor,
@@ -169,7 +170,7 @@ def reference(
     Args:
         query: ``[T, H, 576]``.
         topk: ``[T, K]`` positions in the whole context.
-        table: ``[T, blocks]``, a request a token.
+        selections: where the keys of each token's request are.
         rows: ``[R, 576]`` of this rank's cache.
         scale: value of one unit of ``rows``.
         tokens: which.
@@ -177,8 +178,9 @@ def reference(
     outs, lses = [], []
     for token in tokens.tolist():
         positions = topk[token].long()
-        local = positions[positions % _DCP == 0] // _DCP
-        at = table[token, local // _BLOCK].long() * _BLOCK + local % _BLOCK
+        local = positions[positions % DCP == 0] // DCP
+        blocks = selections.table[selections.request_of[token]]
+        at = blocks[local // BLOCK].long() * BLOCK + local % BLOCK
         keys = rows[at].double() * scale
         scores = query[token].double() @ keys.T * _SCALE
         lses.append(torch.logsumexp(scores, -1))
@@ -187,20 +189,31 @@ def reference(
 
 
 def ours(
-    workbench: Workbench, cache: torch.Tensor, scale: float, selections: Selections
+    workbench: Workbench,
+    cache: torch.Tensor,
+    scale: float,
+    selections: Selections,
+    wide: Any = None,
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """This package's Hopper implementation, without the engine that makes it."""
-    from ...backends import hopper
+    """This package's Hopper implementation, without the engine that makes it.
 
-    impl: Any = object.__new__(hopper.DcpFlashAttnMLASparseImpl)
-    shape = LaunchShape(_HEADS, TOPK, cache.dtype, DIMS)
-    rows = TOPK // _DCP
-    impl._shape = shape
-    impl._is_quantized = cache.dtype != torch.bfloat16
-    impl._kernels = {_HEADS: hopper.choose_kernels(shape, "auto", workbench.num_sms, rows)}
+    Args:
+        workbench: the machine.
+        cache: ``[R, 576]`` of a dtype of :data:`CACHES`.
+        scale: value of one unit of it.
+        selections: whose requests are served.
+        wide: the step's :class:`...backends.wide_metadata.WideStep`, or None.
+    """
+    from ...backends.hopper import DcpFlashAttnMLASparseImpl
+    from ...backends.hopper_kernels import KernelTable
+
+    impl: Any = object.__new__(DcpFlashAttnMLASparseImpl)
+    impl._shape = LaunchShape(HEADS, TOPK, cache.dtype, DIMS)
+    impl._rows = TOPK // DCP
+    impl._kernels = KernelTable(impl._shape, "auto", workbench.num_sms)
     impl._buffers = make_buffers(workbench)
     impl.scale = _SCALE
-    return _attend(impl, cache.view(-1, _BLOCK, HEAD_DIM), _metadata(selections), scale)
+    return _attend(impl, cache.view(-1, BLOCK, HEAD_DIM), _metadata(selections, wide), scale)
 
 
 def stock(
@@ -213,7 +226,7 @@ def stock(
     cls: Any = stock_module.FlashMLASparseImpl
     impl: Any = object.__new__(cls)
     impl.softmax_scale = _SCALE
-    impl.fp8_decode_padded_heads = cls._compute_fp8_decode_padded_heads(_HEADS)
+    impl.fp8_decode_padded_heads = cls._compute_fp8_decode_padded_heads(HEADS)
     device = cache.device
     scheduler, _ = get_mla_metadata()
     kernel = stock_module.FlashMLASparseMetadata.FP8KernelMetadata(
@@ -224,7 +237,7 @@ def stock(
     metadata = _metadata(selections)
     metadata.fp8_extra_metadata = kernel
     impl.need_to_return_lse_for_decode = True
-    impl.dcp_world_size, impl.dcp_rank = _DCP, 0
+    impl.dcp_world_size, impl.dcp_rank = DCP, 0
 
     def attend(query: torch.Tensor, topk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = impl._forward_fp8_kv_mixed_batch(query, cache, topk, metadata)
@@ -239,7 +252,7 @@ def _attend(
     layer = SimpleNamespace(_k_scale_float=scale)
     impl.index_group = None
     impl.need_to_return_lse_for_decode = True
-    impl.dcp_world_size, impl.dcp_rank = _DCP, 0
+    impl.dcp_world_size, impl.dcp_rank = DCP, 0
 
     def attend(query: torch.Tensor, topk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         impl.topk_indices_buffer = topk
@@ -249,38 +262,40 @@ def _attend(
     return attend
 
 
-def _metadata(selections: Selections) -> Any:
+def _metadata(selections: Selections, wide: Any = None) -> Any:
     tokens = len(selections.request_of)
     return SimpleNamespace(
         num_decode_tokens=tokens,
         num_actual_tokens=tokens,
-        block_size=_BLOCK,
+        block_size=BLOCK,
         req_id_per_token=selections.request_of,
         block_table=selections.table,
         cp_kv_cache_interleave_size=1,
+        wide=wide,
         gather=None,  # only PCP gathers keys
     )
 
 
 def _select(tokens: int, sets: int, device: torch.device) -> Selections:
-    width = _CONTEXT // _DCP // _BLOCK
+    width = _CONTEXT // DCP // BLOCK
     return Selections(
         queries=[
-            torch.randn(tokens, _HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+            torch.randn(tokens, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
             for _ in range(sets)
         ],
         topk=[
             torch.randint(_CONTEXT, (tokens, TOPK), dtype=torch.int32, device=device)
             for _ in range(sets)
         ],
-        table=torch.randint(_BLOCKS, (tokens, width), dtype=torch.int32, device=device),
+        table=torch.randint(BLOCKS, (tokens, width), dtype=torch.int32, device=device),
         request_of=torch.arange(tokens, dtype=torch.int32, device=device),
     )
 
 
-def _random_cache(name: str, device: torch.device) -> tuple[torch.Tensor, float]:
+def random_cache(name: str, device: torch.device) -> tuple[torch.Tensor, float]:
+    """``[BLOCKS * 64, 576]`` of a dtype of :data:`CACHES`, and the value of one unit of it."""
     scale = 1.0 if name == "bf16" else 0.25
-    rows = torch.empty(_BLOCKS * _BLOCK, HEAD_DIM, dtype=CACHES[name], device=device)
+    rows = torch.empty(BLOCKS * BLOCK, HEAD_DIM, dtype=CACHES[name], device=device)
     for start in range(0, len(rows), 1 << 16):
         part = rows[start : start + (1 << 16)]
         part.copy_((torch.randn(part.shape, device=device) / scale).to(rows.dtype))
@@ -295,7 +310,7 @@ def random_ds_mla_cache(device: torch.device, blocks: int) -> tuple[torch.Tensor
         both: scales are powers of 2.
     """
     latent_dim = DIMS.kv_lora_rank
-    count = blocks * _BLOCK
+    count = blocks * BLOCK
     packed = torch.empty(count, DS_MLA_BYTES, dtype=torch.uint8, device=device)
     rows = torch.empty(count, HEAD_DIM, dtype=torch.bfloat16, device=device)
     step = 1 << 16
@@ -311,7 +326,7 @@ def random_ds_mla_cache(device: torch.device, blocks: int) -> tuple[torch.Tensor
         latent = values.float() * scales.repeat_interleave(_SCALED, dim=1)
         rows[part, :latent_dim] = latent.bfloat16()
         rows[part, latent_dim:] = rotary
-    return packed.view(blocks, _BLOCK, DS_MLA_BYTES), rows
+    return packed.view(blocks, BLOCK, DS_MLA_BYTES), rows
 
 
 def ratios(rows: list[Row]) -> list[str]:
