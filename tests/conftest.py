@@ -23,7 +23,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     file = config.getoption("--support-file")
-    if file:
+    # Where tests run in several processes, the one that starts those hears of every test.
+    if file and not hasattr(config, "workerinput"):
         from support import Recorder
 
         config.pluginmanager.register(Recorder(file))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs no GPU.
 #
-#   tests/run.sh [PYTEST ARGUMENTS]    style, types, and all tests beside vLLM 0.33.0, with coverage
+#   tests/run.sh [PYTEST ARGUMENTS]    style, types, and all tests beside vLLM 0.33.0
 #   tests/run.sh --vllm 0.29.0 [...]   unit, selection and self-tests beside an older release, in an
 #                                      environment that is made for it and removed afterwards
 #   tests/run.sh --every-release       the first, then the second for each older release; fails when
@@ -23,6 +23,10 @@ readonly NOT_BY_RELEASE=(
   --ignore tests/doctor/test_server_log.py
 )
 
+# Two processes, whatever the machine has: each takes up to 4 GB, and tests start ranks of their own.
+# Files stay whole and in order, since a file's tests share processes that are started once.
+readonly IN_PARALLEL=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+
 # Many tests start a process that imports vLLM, three times as quickly with bytecode. It is kept
 # beside the environment, and out of the checkout, whatever this shell says about it.
 keep_bytecode() { export PYTHONDONTWRITEBYTECODE='' PYTHONPYCACHEPREFIX=$1/bytecode; }
@@ -37,11 +41,11 @@ newest_release() {
   ruff format --check
   mypy
   if (($#)); then # a part says nothing of a release
-    python -m pytest --cov --cov-report=term:skip-covered "$@"
+    python -m pytest "${IN_PARALLEL[@]}" "$@"
     return
   fi
   rm -rf "$outcomes"
-  python -m pytest --cov --cov-report=term:skip-covered --support-file="$outcomes/newest.json"
+  python -m pytest "${IN_PARALLEL[@]}" --support-file="$outcomes/newest.json"
   python tests/support.py "$outcomes/newest.json"
 }
 
@@ -57,10 +61,10 @@ older_release() {
   cd "$root"
   local python=$DCP_MLA_VENV/bin/python file=$outcomes/$release.json
   if (($#)); then
-    "$python" -m pytest "${NOT_BY_RELEASE[@]}" "$@"
+    "$python" -m pytest "${IN_PARALLEL[@]}" "${NOT_BY_RELEASE[@]}" "$@"
     return
   fi
-  "$python" -m pytest "${NOT_BY_RELEASE[@]}" --support-file="$file"
+  "$python" -m pytest "${IN_PARALLEL[@]}" "${NOT_BY_RELEASE[@]}" --support-file="$file"
   "$python" tests/support.py "$file"
 }
 

@@ -348,11 +348,21 @@ def test_a_swept_value_that_cannot_be_read_is_status_2(capsys, swept):
     assert said.err.startswith(f"--{swept.partition('=')[0]} is {swept.rpartition(',')[2]!r}")
 
 
-@pytest.mark.parametrize("more", [("--sweep", "dcp=1,2"), ("--plot", "a.png")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--sweep", "dcp=1,2"),
+        ("--plot", "a.png"),
+        ("--model", "glm-5.2-fp8"),
+        ("--tensor-parallel-size", "8"),
+        ("--enforce-eager",),
+    ],
+)
 def test_a_comparison_plans_nothing(capsys, more):
     status, said = plan(capsys, "--compare", "a.json", "b.json", *more)
     assert (status, said.out) == (2, "")
-    assert "leave --sweep and --plot out" in said.err
+    named = {"--tensor-parallel-size": "--tp"}.get(more[0], more[0])
+    assert f"leave {named} out" in said.err
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ class _Answer:
 
 
 def plan(
+    command: typer.Context,
     model: options.Model = "glm-5.2-fp8",
     gpu: options.GpuName = "b200",
     tp: options.Tp = "8",
@@ -139,11 +140,7 @@ def plan(
     )  # fmt: skip
     try:
         if compare is not None:
-            if sweep is not None or plot is not None:
-                problem = (
-                    "--compare reads two files and plans nothing; leave --sweep and --plot out."
-                )
-                raise RequestError([problem], UNREADABLE)
+            _refuse_more_than_files(command)
             exit_code = _compare(compare, as_json)
         elif sweep is not None:
             exit_code = _sweep(raw, figures, sweep, plot, as_json)
@@ -258,6 +255,19 @@ def _title(raw: RawRequest, swept: str) -> str:
     sizes = ", ".join(f"{name} {size}" for name, size in named.items() if name != swept)
     parts = [raw.model] * (swept != "model") + [f"on {raw.gpu}"] * (swept != "gpu")
     return f"{' '.join(parts)}: {sizes}".strip(": ")
+
+
+def _refuse_more_than_files(command: typer.Context) -> None:
+    given = [
+        parameter.opts[0]
+        for parameter in command.command.params
+        if parameter.name not in ("compare", "as_json")
+        and (source := command.get_parameter_source(parameter.name or "")) is not None
+        and source.name == "COMMANDLINE"
+    ]
+    if given:
+        problem = f"--compare reads two files and plans nothing; leave {', '.join(given)} out."
+        raise RequestError([problem], UNREADABLE)
 
 
 def _compare(files: tuple[str, str], as_json: bool) -> int:
