@@ -73,6 +73,7 @@ def clean_environment(monkeypatch):
 
     for name in list(os.environ):
         if name.startswith("VLLM_DCP_MLA_") or name in (
+            "COLUMNS",
             "VLLM_PLUGINS",
             "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE",
         ):

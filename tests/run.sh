@@ -26,6 +26,7 @@ readonly NOT_BY_RELEASE=(
 # Two processes, whatever the machine has: each takes up to 4 GB, and tests start ranks of their own.
 # Files stay whole and in order, since a file's tests share processes that are started once.
 readonly IN_PARALLEL=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+export OMP_NUM_THREADS=1
 
 # Many tests start a process that imports vLLM, three times as quickly with bytecode. It is kept
 # beside the environment, and out of the checkout, whatever this shell says about it.

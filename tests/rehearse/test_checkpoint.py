@@ -135,6 +135,16 @@ def test_log_probabilities_tell_errors_from_rounding(written):
     """HF's model: what 1% fewer keys do, against bf16 with an indexer rounded to fp8."""
     import torch
     import transformers
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Float32Products(TorchDispatchMode):
+        """Products of bf16 as on a GPU, summed in float32; a CPU without them takes minutes."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            products = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+            if func in products and args[0].dtype == torch.bfloat16:
+                return func(*(argument.float() for argument in args)).bfloat16()
+            return func(*args, **(kwargs or {}))
 
     cls = getattr(transformers, written.architecture)
     draw = torch.Generator().manual_seed(7)
@@ -155,7 +165,8 @@ def test_log_probabilities_tell_errors_from_rounding(written):
 
     def log_probs(loaded, ids, loss=0.0):
         lossy[:] = [loss] if loss else []
-        with torch.inference_mode():
+        # Inference mode would show the mode whole linear layers, not their products.
+        with torch.no_grad(), Float32Products():
             return loaded(ids, use_cache=False, logits_to_keep=32).logits[0].float().log_softmax(-1)
 
     exact, rounded = model(torch.float32), model(torch.bfloat16)
