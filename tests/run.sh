@@ -14,13 +14,16 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 outcomes=$root/build/support
 # An older release takes up to 10 minutes on two quiet cores; a busy machine, and removing 9 GB, more.
 readonly SECONDS_A_RELEASE=840
-# What is about the repository and not about a release, what needs a GPU, and what is of the newest
-# release only: started engines, the plan's figures, the examples' flags, what a server's log says.
+# What is about the repository and not about a release, what asks no vLLM, what needs a GPU, and what
+# is of the newest release only: started engines, the plan's figures, the examples' flags, what a
+# server's log says, and that the self-test finds faults that are planted.
 readonly NOT_BY_RELEASE=(
   --ignore tests/packaging --ignore tests/readme --ignore tests/gpu
   --ignore tests/serve --ignore tests/rehearse --ignore tests/examples
-  --ignore tests/cli/test_cli_rehearse.py --ignore tests/planner/test_planner_stock.py
-  --ignore tests/doctor/test_server_log.py
+  --ignore tests/bench --ignore tests/planner --ignore tests/doctor/test_server_log.py
+  --ignore tests/cli/test_cli_bench.py --ignore tests/cli/test_cli_plan.py
+  --ignore tests/cli/test_cli_rehearse.py
+  --deselect tests/selftest/test_selftest.py::test_a_planted_fault_is_found
 )
 
 # Two processes, whatever the machine has: each takes up to 4 GB, and tests start ranks of their own.
