@@ -22,12 +22,22 @@ def question(gpu, sizes, cache, comm="ag_rs"):
             "kv_cache_dtype": cache, "comm": comm}  # fmt: skip
 
 
-@pytest.mark.parametrize("gpu", CLASSES)
-def test_ours_is_picked_for_the_caches_that_stock_does_not_serve(gpu):
-    keys = [(sizes, cache) for sizes in SIZES for cache in CACHES]
-    questions = [question(gpu, *key) for key in keys]
+KEYS = [(sizes, cache) for sizes in SIZES for cache in CACHES]
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def asked(request):
+    """A GPU; stock's and our answers to KEYS; ours to the exchange that the model asks for."""
+    gpu = request.param
+    questions = [question(gpu, *key) for key in KEYS]
     stock = ask(questions, VLLM_DCP_MLA_DISABLE="1")
-    for (sizes, cache), ours, theirs in zip(keys, ask(questions), stock, strict=True):
+    *ours, default = ask([*questions, question(gpu, (1, 4, 4), "fp8_e4m3", comm=None)])
+    return gpu, stock, ours, default
+
+
+def test_ours_is_picked_for_the_caches_that_stock_does_not_serve(asked):
+    gpu, stock, answers, _ = asked
+    for (sizes, cache), ours, theirs in zip(KEYS, answers, stock, strict=True):
         if cache == "fp8_ds_mla":
             assert ours["picked"] == theirs["picked"] == "FLASHMLA_SPARSE"
             continue
@@ -39,9 +49,8 @@ def test_ours_is_picked_for_the_caches_that_stock_does_not_serve(gpu):
         assert theirs["picked"] == (None if fp8 else "FLASHMLA_SPARSE")
 
 
-@pytest.mark.parametrize("gpu", CLASSES)
-def test_the_models_default_exchange_is_refused_and_the_other_named(gpu):
-    (answer,) = ask([question(gpu, (1, 4, 4), "fp8_e4m3", comm=None)])
+def test_the_models_default_exchange_is_refused_and_the_other_named(asked):
+    gpu, _, _, answer = asked
     assert answer["picked"] is None
     name = "FLASHINFER_MLA_SPARSE" if gpu == "b200" else "FLASH_ATTN_MLA_SPARSE"
     reason = " ".join(answer["refused"][name])
