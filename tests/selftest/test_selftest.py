@@ -184,29 +184,34 @@ def test_every_case_agrees(arguments, how):
 @pytest.mark.vllm
 @pytest.mark.slow
 @gathers_here
+@pytest.mark.usefixtures("cpu_vllm")
 @pytest.mark.parametrize(
-    "arguments",
+    ("sizes", "more", "how"),
     [
-        ("--pcp", "2", "--dcp", "2"),
-        ("--pcp", "2", "--dcp", "2", "--gpu", "h200"),
-        ("--pcp", "4", "--dcp", "4"),
-        ("--tp", "2", "--pcp", "2", "--dcp", "4"),
+        ((1, 2, 2), (), run),
+        ((1, 2, 2), ("--interleave", "64", "--gpu", "h200"), run_forked),
+        ((1, 4, 4), ("--interleave", "1"), run_forked),
+        ((2, 2, 4), ("--interleave", "64"), run_forked),
     ],
 )
-def test_every_case_with_pcp_agrees(arguments):
-    status, answer = run(*arguments)
-    assert status == 0
-    assert len(answer["cases"]) == 24
+def test_every_case_with_pcp_agrees(sizes, more, how):
+    tp, pcp, dcp = map(str, sizes)
+    status, answer = how("--tp", tp, "--pcp", pcp, "--dcp", dcp, *more)
+    assert status == 0, answer
+    assert len(answer["cases"]) == 8 * (2 if more else 3)
+    interleave = int(more[1]) if more else 1
     ranges, whole = {}, {}
     for case in answer["cases"]:
         assert case["ok"]
         assert 0 < case["error"] <= case["limit"]
         assert len(set(case["collectives"])) == 1
-        name, _, how = case["name"].rstrip(")").partition(" (ag_rs, interleave 1, ")
-        {"in ranges": ranges, "whole": whole}.get(how, {})[name] = case["collectives"][0]
+        name, _, kind = case["name"].rstrip(")").partition(f" (ag_rs, interleave {interleave}, ")
+        {"in ranges": ranges, "whole": whole}.get(kind, {})[name] = case["collectives"][0]
     assert ranges.keys() == whole.keys()
-    # 1,999 keys come 128 at a time.
-    assert ranges["long context"] - whole["long context"] == 15
+    assert len(whole) == 8
+    # A context of 1,999 keys comes 128 at a time, or a turn of every rank.
+    pieces = -(-1999 // max(128, sizes[2] * interleave))
+    assert ranges["long context"] - whole["long context"] == pieces - 1
     assert ranges["decode"] == whole["decode"]
 
 
@@ -245,9 +250,17 @@ def test_one_rank_is_enough_to_fail_a_case(other, ok):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_vllm")
-@pytest.mark.parametrize("gpu", ["b200", pytest.param("h200", marks=serves_hopper)])
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=gathers_here if f in PCP_FAULTS else ()) for f in FAULTS]
+    ("fault", "gpu"),
+    [
+        pytest.param(
+            *(fault, gpu),
+            marks=[gathers_here] * (fault in PCP_FAULTS) + [serves_hopper] * (gpu == "h200"),
+        )
+        for fault in FAULTS
+        # Two of them are planted where no backend is.
+        for gpu in (("b200",) if fault in ("local-length", "group-order") else ("b200", "h200"))
+    ],
 )
 def test_a_planted_fault_is_found(fault, gpu):
     ranks = ("--ranks", "2")
