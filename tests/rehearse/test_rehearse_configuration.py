@@ -1,5 +1,6 @@
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,8 +174,6 @@ def test_folders_of_one_basename_differ_and_a_trailing_slash_does_not(tmp_path, 
 def test_the_reference_kernel_runs_our_class_without_dcp_too():
     for one in (BASE, BASE.baseline(1)):
         assert engine_of(one, Path("/m"), LIMITS, None).backend == ALIAS
-    from dataclasses import replace
-
     assert engine_of(replace(BASE, kernel="auto"), Path("/m"), LIMITS, None).backend is None
 
 
@@ -188,3 +187,19 @@ def test_ranks_that_share_a_gpu_get_a_cache_of_a_known_size():
     assert (alone.shared, alone.kv_cache_bytes) == (False, None)
     assert (shared.shared, shared.kv_cache_bytes) == (True, 1 << 31)
     assert shared.utilization < 0.1 < alone.utilization < 1
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "dcp", "kernel", "expected"),
+    [
+        ("fp8_e4m3", 1, "auto", True),
+        ("fp8", 1, "auto", True),
+        ("fp8_e4m3", 2, "auto", False),
+        ("fp8_e4m3", 1, "reference", False),
+        ("bfloat16", 1, "auto", False),
+        ("fp8_ds_mla", 1, "auto", False),
+    ],
+)
+def test_stocks_fp8_class_on_hopper_wants_the_whole_gpu(kv_cache_dtype, dcp, kernel, expected):
+    one = replace(BASE, kv_cache_dtype=kv_cache_dtype, dcp=dcp, kernel=kernel)
+    assert engine_of(one, Path("/m"), LIMITS, 1 << 31).whole_gpu is expected

@@ -174,13 +174,21 @@ def test_shared_ranks_find_the_service_and_it_ends_with_them(run, tmp_path, monk
         def stop(self):
             calls.append("stopped")
 
-    monkeypatch.setattr(launch, "MultiProcessService", Service)
+    monkeypatch.setattr(mps, "MultiProcessService", Service)
     shared = spec("pair", 2).model_copy(update={"shared": True})
     alone = spec("one", 1).model_copy(update={"shared": True})
-    results = run("environment", shared, alone, placement=Placement(1, 2, 3))
-    seen = [rank["environment"] for rank in results["pair"].ranks]
-    assert [one["CUDA_MPS_PIPE_DIRECTORY"] for one in seen] == ["/pipes"] * 2
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in results["one"].ranks[0]["environment"]
+    whole = spec("whole", 2).model_copy(update={"shared": True, "whole_gpu": True})
+    results = run("environment", shared, alone, whole, placement=Placement(1, 2, 3))
+    pipes = {
+        name: [rank["environment"].get("CUDA_MPS_PIPE_DIRECTORY") for rank in result.ranks]
+        for name, result in results.items()
+    }
+    assert pipes["pair"] == ["/pipes"] * 2
+    assert pipes["one"] == [None]
+    nowhere, same = pipes["whole"]
+    assert nowhere == same
+    assert Path(nowhere).parent == tmp_path / "whole"
+    assert not Path(nowhere).exists()
     assert calls == [tmp_path / "pair" / "mps", "stopped"]
 
 

@@ -18,6 +18,8 @@ from .engine import SHARED_UTILIZATION, EngineSpec, Graphs
 
 #: Utilisation of an engine that has its GPUs for itself.
 _UTILIZATION = 0.8
+#: Of FLASHINFER_MLA_SPARSE_SM90; vLLM takes another class for bf16 first.
+_FLASHINFER_SM90_CACHES = ("fp8", "fp8_e4m3")
 #: Characters of a folder's name that an engine's name keeps.
 _MODEL_CHARACTERS = 40
 
@@ -134,8 +136,20 @@ def engine_of(
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         shared=kv_cache_bytes is not None,
+        whole_gpu=_runs_flashinfer_sm90(configuration),
         kv_cache_bytes=kv_cache_bytes,
         utilization=_UTILIZATION if kv_cache_bytes is None else SHARED_UTILIZATION,
+    )
+
+
+def _runs_flashinfer_sm90(configuration: Configuration) -> bool:
+    """Whether stock's class for such caches on Hopper may serve, whose kernel's launch is a
+    cooperative one: FlashInfer's ``mla_hopper.cuh``.
+    """
+    return (
+        configuration.dcp == 1
+        and configuration.kernel != "reference"
+        and configuration.kv_cache_dtype in _FLASHINFER_SM90_CACHES
     )
 
 

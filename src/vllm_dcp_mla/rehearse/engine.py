@@ -39,6 +39,9 @@ class EngineSpec(BaseModel):
         force_mqa: keep short prompts off the dense prefill path.
         strict: whether a late compilation or a wait for the GPU of ours stops the engine.
         shared: whether ranks share a GPU.
+        whole_gpu: whether a kernel runs that needs all multiprocessors at once. A collective of
+            another rank on them, which waits for this one, would never let it start: ranks that
+            share a GPU take turns then.
         max_model_len, max_num_batched_tokens: vLLM's limits, in tokens.
         kv_cache_bytes: of a rank; None where vLLM's profiling decides.
         utilization: ``--gpu-memory-utilization`` where ``kv_cache_bytes`` is None.
@@ -60,6 +63,7 @@ class EngineSpec(BaseModel):
     force_mqa: bool = True
     strict: bool = False
     shared: bool = False
+    whole_gpu: bool = False
     max_model_len: int
     max_num_batched_tokens: int
     kv_cache_bytes: int | None
@@ -98,6 +102,9 @@ def llm_arguments(spec: EngineSpec) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
     if spec.world > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
+    if spec.shared:
+        # What it times there are other ranks' kernels, and TP2 has failed in it.
+        arguments["enable_flashinfer_autotune"] = False
     if spec.pcp > 1:
         arguments["prefill_context_parallel_size"] = spec.pcp
     if spec.comm is not None and spec.dcp > 1:

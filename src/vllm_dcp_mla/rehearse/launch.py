@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import mps
 from .engine import EngineSpec, environment
 from .faults import Fault
 from .machine import MachineError
-from .mps import MultiProcessService
 from .placement import visible
 from .processes import end_family, kill
 from .rank import RankFiles
@@ -75,7 +75,7 @@ class Engine:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     _held: socket.socket | None = None
-    _service: MultiProcessService | None = None
+    _service: mps.MultiProcessService | None = None
     _port: int = 0
     _struck: float | None = None
 
@@ -93,8 +93,11 @@ class Engine:
             self._held.close()
         common = {**os.environ, **visible(gpus)}
         if self.spec.shared and self.spec.world > 1:
-            self._service = MultiProcessService(self.folder / "mps")
-            common |= self._service.start(gpus)
+            if self.spec.whole_gpu:
+                common |= mps.unused(self.folder)
+            else:
+                self._service = mps.MultiProcessService(self.folder / "mps")
+                common |= self._service.start(gpus)
         for rank in range(self.spec.world):
             variables = {
                 **common,

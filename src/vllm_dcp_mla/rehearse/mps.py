@@ -36,6 +36,11 @@ def _is_running() -> bool:
     return _PIPES in os.environ or (_DEFAULT_PIPES / "control").exists()
 
 
+def unused(folder: Path) -> dict[str, str]:
+    """The variable by which ranks find no service, whichever the machine runs: they take turns."""
+    return {_PIPES: str(folder / "no-service")}
+
+
 class MultiProcessService:
     """A service in a folder of its own; :meth:`stop` it once its clients have ended."""
 
