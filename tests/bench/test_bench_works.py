@@ -126,13 +126,6 @@ def test_the_smallest_limit_that_costs_little():
     assert verdicts(rows[1:]) == []
 
 
-@pytest.mark.parametrize(("sms", "more"), [(132, [4092]), (148, [3996]), (128, [])])
-def test_a_limit_of_whole_waves_is_among_the_limits(sms, more):
-    from vllm_dcp_mla.bench.works import split
-
-    assert split.limits_of(sms) == sorted([*split.LIMITS, *more])
-
-
 @pytest.fixture
 def small_step(monkeypatch, narrow):
     from vllm_dcp_mla.bench.works import step

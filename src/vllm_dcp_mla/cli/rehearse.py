@@ -55,9 +55,8 @@ def rehearse(
         typer.Option(
             "--ranks-per-gpu",
             metavar="N",
-            help="auto: as few as work. With a GPU each, KV budgets and vLLM's direct exchange "
-            "(symmetric memory, a2a) are rehearsed, too, and stock's TP2 starts from fp8_e4m3; "
-            "drift is the same.",
+            help="auto: as few as work. With a GPU each, KV budgets, FlashInfer's autotuning and "
+            "vLLM's direct exchange (symmetric memory, a2a) are rehearsed, too; drift is the same.",
         ),
     ] = "auto",
     time_limit: Annotated[

@@ -15,9 +15,6 @@ from .attention import checked, launch, load_kernels, make_buffers
 TOKENS = (8192, 32_768)
 LIMITS = (1024, 2048, 4096, 8192)
 _QUICK_LIMITS = (1024, 4096)
-#: Measured once more in tokens that keep every multiprocessor busy to a launch's end: with a thread
-#: block for each, 4,096 on 132 multiprocessors are 31 waves, and 4 tokens that take another.
-_IN_WHOLE_WAVES = 4096
 _HEADS = 64
 _ROWS = 512
 #: How much more a step may take for being split.
@@ -30,7 +27,7 @@ def run(workbench: Workbench) -> Iterator[Row]:
     shape = LaunchShape(_HEADS, TOPK, CACHES["bf16"], DIMS)
     kernels, _ = load_kernels(workbench, shape, _ROWS)
     buffers = make_buffers(workbench)
-    limits = _QUICK_LIMITS if workbench.quick else limits_of(workbench.num_sms)
+    limits = _QUICK_LIMITS if workbench.quick else LIMITS
     mine: list[Row] = []
     for tokens in TOKENS[:1] if workbench.quick else TOKENS:
         (batch,) = make_sets(cache, tokens, _HEADS, _ROWS, 1)
@@ -51,11 +48,6 @@ def run(workbench: Workbench) -> Iterator[Row]:
                 yield row
         del batch
     workbench.remarks += verdicts(mine)
-
-
-def limits_of(num_sms: int) -> list[int]:
-    """Tokens a launch that are measured on a GPU of ``num_sms`` multiprocessors, ascending."""
-    return sorted({*LIMITS, _IN_WHOLE_WAVES // num_sms * num_sms})
 
 
 def _row(name: str, tokens: int, provider: int, **figures: object) -> Row:
