@@ -24,7 +24,7 @@ STATS_GUARD_BYTES = MIB
 DEFAULT_SCRATCH_BYTES = 394 * MIB
 #: 4,096 tokens at 64 heads, 2,048 at 128. Cut so, 8,192 and 32,768 tokens of 64 heads took 0.98 to
 #: 1.04 of one launch's time in two runs of ``bench --work split`` on an H200, 1.01 in the mean, by
-#: FlashMLA's and the Triton kernel (0.95 to 1.06 by FlashAttention's, which such steps do not take);
+#: FlashMLA's and the Triton kernel (FlashAttention's, which such steps do not take: 0.95 to 1.06);
 #: cut into 1,024, 1.00 to 1.10. The times of one cut spread by up to 7 % in one run and 13 % in the
 #: other. On SM100, whose launches it limits, nothing was timed.
 DEFAULT_SLAB_LIMIT_BYTES = 537_919_488
