@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import stat
 import tempfile
 from dataclasses import replace
@@ -124,6 +125,20 @@ def test_a_bad_run_keeps_its_logs_without_the_weights(stage, tmp_path):
     assert outcome.folder == stage.folder
     assert left_in(outcome.folder) == sorted(stage.specs)
     assert (outcome.folder / ONE.name / "rank0.log").exists()
+
+
+def test_a_prompt_that_a_shared_cache_has_no_room_for_is_refused(stage, tmp_path):
+    longer = replace(OPTIONS, long_tokens=500_000)
+    with pytest.raises(MachineError, match="500000 takes a KV cache of 500,0") as said:
+        outcome_of(options=longer)
+    assert stage.specs == {}
+    assert left_in(tmp_path) == []
+    outcome_of(on=machine(2), options=longer)
+    assert len(stage.specs) == 3
+    room = int(re.search(r"which is ([\d,]+) tokens", str(said.value))[1].replace(",", ""))
+    stage.specs.clear()
+    outcome_of(options=replace(OPTIONS, long_tokens=room - 100))
+    assert len(stage.specs) == 3
 
 
 @pytest.mark.parametrize("scores", SCORES)

@@ -91,6 +91,8 @@ def rehearse(
     keep = False
     try:
         models = _write_models(configurations, folder / _MODELS, options, progress)
+        if share > 1:
+            _refuse_more_than_a_shared_cache(configurations, models, options)
         # Prompts are the same for all engines of a model, and as awkward as its most ranks make it.
         ranks = max(configuration.dcp for configuration in configurations)
         asked = {name: _prompts(model, ranks, options) for name, model in models.items()}
@@ -157,6 +159,27 @@ def _write_models(
                 "0.7 GB: make room, or set TMPDIR to a folder that has it."
             ) from None
     return models
+
+
+def _refuse_more_than_a_shared_cache(
+    configurations: Sequence[Configuration], models: dict[str, RehearsalModel], options: Options
+) -> None:
+    """
+    Raises:
+        MachineError: one rank alone, which each configuration is compared with, has no room for the
+            longest request.
+    """
+    for one in configurations:
+        model = models[one.model]
+        room = SHARED_KV_CACHE_BYTES // model.cache_bytes(one.kv_cache_dtype)
+        needed = max_model_len(model.index_topk, options.long_tokens)
+        if needed > room:
+            raise MachineError(
+                f"--long-prompt {options.long_tokens} takes a KV cache of {needed:,} tokens on one "
+                f"rank; where ranks share a GPU it has {SHARED_KV_CACHE_BYTES >> 30} GiB, which is "
+                f"{room:,} tokens of {one.kv_cache_dtype}. Give a shorter one, or as many GPUs as "
+                "ranks."
+            )
 
 
 def _references(
