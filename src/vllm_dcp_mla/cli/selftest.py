@@ -15,7 +15,7 @@ from ..planner.request import IMPOSSIBLE, UNREADABLE
 from ..selftest.faults import FAULTS, PCP_FAULTS, SPANNING_FAULTS
 from ..selftest.subjects import subject_of
 from ..selftest.world import Sizes
-from ..settings import SettingsError, load_settings, user_workspace_bytes
+from ..settings import SettingsError, env_name, load_settings, user_workspace_bytes
 from ..simulate.gpus import GPUS
 from ..topology import check_topology
 from . import options
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 INTERLEAVES = (1, 2, 4, 8, 16, 32, 64)
 DEVICES = ("cpu", "cuda")
 MAX_RANKS = 16  # processes of about 1 GB each
+_SWITCHED_OFF = f"{env_name('disable')} is set: vLLM serves without what is tested here; unset it."
 
 
 def selftest(
@@ -71,7 +72,8 @@ def selftest(
     if fault and fault not in FAULTS:
         unreadable.append(f"--break is {fault!r}; it must be one of {', '.join(FAULTS)}.")
     try:
-        load_settings()
+        if load_settings().disable:
+            options.print_problems([_SWITCHED_OFF])
         user_workspace_bytes()
     except SettingsError as error:
         unreadable.append(str(error))

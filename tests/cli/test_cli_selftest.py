@@ -1,0 +1,20 @@
+import pytest
+
+from vllm_dcp_mla.cli import selftest as module
+from vllm_dcp_mla.cli.main import main
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("value", "said"), [("1", True), ("0", False), (None, False)])
+def test_a_package_that_is_switched_off_is_tested_and_said(monkeypatch, capsys, value, said):
+    ran = []
+    monkeypatch.setattr(module, "_run", lambda *arguments: ran.append(arguments))
+    if value is None:
+        monkeypatch.delenv("VLLM_DCP_MLA_DISABLE", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_DCP_MLA_DISABLE", value)
+    assert main(["selftest", "--json"]) == 0
+    assert len(ran) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert ("VLLM_DCP_MLA_DISABLE is set" in err) is said
