@@ -57,10 +57,23 @@ def poison(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
+def settle(impl, config, dcp, interleave):
+    """What a builder of ours does when vLLM has made it."""
+    from vllm_dcp_mla.backends.gather_metadata import GatherBuilderMixin
+
+    class Stock:
+        use_pcp, dcp_world_size, cp_kv_cache_interleave_size = True, dcp, interleave
+        layer_names, vllm_config = ("l",), config
+
+    config.compilation_config.static_forward_context["l"] = SimpleNamespace(impl=impl)
+    type("Builder", (GatherBuilderMixin, Stock), {})()
+
+
 class Rank:
     """Rank 0 of a PCP2 engine whose batch is not partitioned: it has all rows."""
 
-    def __init__(self, kind, dcp=2, limit=1 << 24, shape=SHAPE, rows=None):
+    def __init__(self, kind, dcp=2, limit=1 << 24, shape=SHAPE, loaded=None):
+        """``loaded``: the interleave when the model was loaded, where that is another."""
         from importlib import import_module
 
         from vllm_dcp_mla.backends.gather_metadata import plan_step
@@ -71,8 +84,10 @@ class Rank:
         self.shards = [shard_cache(shape, self.batch, r, dcp, SEED) for r in range(dcp)]
         settings = {"kernel": kernel, "gather_limit_bytes": limit}
         with engine(dcp=dcp, pcp=2, settings=settings) as config:
-            config.parallel_config.cp_kv_cache_interleave_size = shape.interleave
+            config.parallel_config.cp_kv_cache_interleave_size = loaded or shape.interleave
             self.impl = make_impl(backend, config, cache_dtype=shape.cache_dtype)
+            self.loaded_plan = self.impl.gather_plan
+            settle(self.impl, config, dcp, shape.interleave)
         starts = torch.tensor([0, *shape.query_lens], dtype=torch.int32).cumsum(0).int()
         lengths = torch.tensor(shape.seq_lens, dtype=torch.int32)
         common = SimpleNamespace(
@@ -232,6 +247,49 @@ def test_one_workspace_of_a_device_counted_while_the_model_loads(kind):
     more = Rank(kind, limit=1 << 24)
     assert again.impl._workspace is more.impl._workspace is workspace
     assert more.impl.gather_plan.total_bytes <= FEW
+
+
+# The first holds 96 rows of both ranks, one turn and a half.
+@pytest.mark.parametrize("limit", [FEW + 64 * 1152, 1 << 24])
+def test_an_interleave_that_changes_once_the_model_is_loaded(kind, limit):
+    """As vLLM does for a KV connector: to whole blocks."""
+    rank = Rank(kind, limit=limit, shape=replace(SHAPE, interleave=64), loaded=1)
+    plan, loaded = rank.impl.gather_plan, rank.loaded_plan
+    assert loaded.rows_per_rank % 64
+    assert plan.rows_per_rank % 64 == 0 < plan.rows_per_rank
+    (workspace,) = device_buffer._GATHERED.values()
+    assert plan.total_bytes <= workspace.numel() == loaded.total_bytes
+    out, _ = rank.forward()
+    decodes = rank.metadata.num_decode_tokens
+    assert worst(out[decodes:], rank.expected()[decodes:, :HEADS]) < 0.015
+
+
+@pytest.mark.parametrize("pcp", [1, 2])
+def test_builders_plan_for_the_interleave_that_they_find(kind, pcp):
+    from importlib import import_module
+
+    from vllm.v1.attention.ops.dcp import MLADCPManager
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    module, name, kernel = CLASSES[kind]
+    backend = getattr(import_module(f"vllm_dcp_mla.backends.{module}"), name)
+    asked = []
+    layer = SimpleNamespace(
+        prefill_backend=None,
+        dcp_manager=MLADCPManager.__new__(MLADCPManager),
+        impl=SimpleNamespace(plan_gather=asked.append, widens_keys=False),
+    )
+    spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    groups = SimpleNamespace(world_size=2, rank_in_group=0)
+    place = "vllm.model_executor.layers.attention.sparse_mla_attention.get_dcp_group"
+    with (
+        engine(dcp=2, pcp=pcp, settings={"kernel": kernel}) as config,
+        mock.patch(place, lambda: groups),
+    ):
+        config.parallel_config.cp_kv_cache_interleave_size = 64
+        config.compilation_config.static_forward_context |= {"a": layer, "b": layer, "c": layer}
+        backend.get_builder_cls()(spec, ["a", "b"], config, torch.device("cpu"))
+    assert asked == ([] if pcp == 1 else [64, 64])
 
 
 def test_without_pcp_there_is_none(kind):

@@ -304,7 +304,9 @@ def built(dense=False, widens=True, pcp=1):
             self.use_pcp, self.dcp_world_size = pcp > 1, 2
             self.cp_kv_cache_interleave_size = 1
             self.chunked_prefill_workspace = torch.empty(1000, 576, dtype=torch.bfloat16)
-            impl = SimpleNamespace(widens_keys=widens, gather_plan=None)
+            impl = SimpleNamespace(
+                widens_keys=widens, gather_plan=None, plan_gather=lambda interleave: None
+            )
             layers = {"l": SimpleNamespace(impl=impl)}
             self.vllm_config = SimpleNamespace(
                 compilation_config=SimpleNamespace(static_forward_context=layers)

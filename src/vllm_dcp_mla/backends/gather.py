@@ -7,6 +7,7 @@ request are gathered as raw cache rows, and no LSE leaves for it.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,18 +63,30 @@ class PcpGatherMixin(CachedRowsMixin):
         settings, device = load_settings(config.additional_config), device_buffer.kernel_device()
         if settings.pcp_cached_rows:
             self._exchange_cached_rows(config, device)
-        self._workspace, self.gather_plan = device_buffer.acquire_gather(
+        self._acquire_gather = functools.partial(
+            device_buffer.acquire_gather,
             device,
             limit_bytes=settings.gather_limit_bytes,
             row_bytes=self.head_size * self._cache_dtype.itemsize,
             dcp=dcp,
-            interleave=parallel.cp_kv_cache_interleave_size,
             max_model_len=config.model_config.max_model_len,
             max_num_seqs=scheduler.max_num_seqs,
             max_num_tokens=scheduler.max_num_batched_tokens,
             heads=self.num_heads,
             latent_dim=self.kv_lora_rank,
         )
+        self.plan_gather(parallel.cp_kv_cache_interleave_size)
+
+    def plan_gather(self: Any, interleave: int) -> None:
+        """Plans the workspace, which the first plan makes, for an interleave.
+
+        Args:
+            interleave: tokens a rank stores before the next takes over.
+
+        Raises:
+            ValueError: not one turn of the interleave fits; the message names the bytes needed.
+        """
+        self._workspace, self.gather_plan = self._acquire_gather(interleave=interleave)
 
     def forward_mqa(
         self: Any,

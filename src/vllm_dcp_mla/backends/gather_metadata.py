@@ -98,6 +98,21 @@ class GatherBuilderMixin:
     #: Most rows of each rank of requests that share a chunk; None for all that the workspace holds.
     most_together: int | None = None
 
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.settle_gather()
+
+    def settle_gather(self: Any) -> None:
+        """Plans every layer's gather for the interleave that vLLM has settled on.
+
+        For a KV connector vLLM changes it when the model is loaded already, and the workspace made:
+        ``VllmConfig.adjust_dcp_kv_cache_interleave_size``, which ``EngineCore`` calls.
+        """
+        if self.use_pcp and self.dcp_world_size > 1:
+            layers = self.vllm_config.compilation_config.static_forward_context
+            for name in self.layer_names:
+                layers[name].impl.plan_gather(self.cp_kv_cache_interleave_size)
+
     def build(
         self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:

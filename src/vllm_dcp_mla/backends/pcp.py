@@ -18,7 +18,8 @@ class _NoGather:
 
 
 class _StockBuilder:
-    pass
+    def settle_gather(self) -> None:
+        """Nothing is gathered."""
 
 
 @dataclass(kw_only=True)

@@ -148,6 +148,7 @@ class NoSlabBuilder(GatherBuilderMixin, FlashInferMLASparseTRTLLMMetadataBuilder
             else FlashInferMLASparseTRTLLMMetadataBuilder
         )
         parent.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+        self.settle_gather()
 
 
 class AnyDeviceMixin:
