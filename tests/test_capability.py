@@ -240,6 +240,11 @@ def test_the_way_out_of_an_interleave_is_another_one():
             "--kv-cache-dtype fp8_ds_mla --dcp-comm-backend ag_rs (served by FLASHMLA_SPARSE)",
         ),
         ({"kv_cache_dtype": "fp8_ds_mla", "tp": 2, "dcp": 2}, "--kv-cache-dtype fp8_e4m3"),
+        ({"kernel": "flashmla"}, "VLLM_DCP_MLA_KERNEL=auto (served by FLASHINFER_MLA_SPARSE)"),
+        (
+            {"tp": 1, "pcp": 4, "dcp": 4, "kernel": "flashmla"},
+            "--dcp-comm-backend ag_rs VLLM_DCP_MLA_KERNEL=auto (served by FLASHINFER_MLA_SPARSE)",
+        ),
     ],
 )
 def test_suggestion_is_the_nearest_that_works(changes, named):
@@ -269,7 +274,7 @@ DEPLOYMENTS = st.builds(
 
 def follow(d: cap.Deployment, flags: str) -> cap.Deployment:
     fields = {flag: field for field, flag in cap._FLAGS.items()}
-    words = flags.split(" (served by ")[0].split()
+    words = flags.split(" (served by ")[0].replace("=", " ").split()
     for flag, value in zip(words[::2], words[1::2], strict=True):
         old = getattr(d, fields[flag])
         d = replace(d, **{fields[flag]: type(old)(value)})
@@ -281,7 +286,7 @@ def test_no_suggestion_fails_too(d):
     flags = cap.suggestion(d)
     if flags is None:
         assert cap.serving(d) is None
-    elif flags.startswith("--"):
+    elif " (served by " in flags:
         other = follow(d, flags)
         assert cap.serving(d) is None
         assert cap.serving(other) is not None

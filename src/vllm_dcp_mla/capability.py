@@ -28,6 +28,7 @@ _FLAGS = {
     "kv_cache_dtype": "--kv-cache-dtype",
     "comm": "--dcp-comm-backend",
     "interleave": "--cp-kv-cache-interleave-size",
+    "kernel": "VLLM_DCP_MLA_KERNEL",
 }
 
 
@@ -210,7 +211,8 @@ def serving(d: Deployment) -> str | None:
 def suggestion(d: Deployment) -> str | None:
     """The flags to change so that a deployment works on the same GPUs, None when nothing does.
 
-    The nearest change wins: DCP and PCP stay if they can, then the cache dtype, then the exchange.
+    The nearest change wins: DCP and PCP stay if they can, then the cache dtype, then the exchange,
+    then a kernel that is forced.
     """
     best: tuple[tuple[int, ...], Deployment, str] | None = None
     for other in _neighbours(d):
@@ -223,6 +225,7 @@ def suggestion(d: Deployment) -> str | None:
             abs(other.dcp - d.dcp) + abs(other.pcp - d.pcp),
             int(other.comm != d.comm),
             int(other.interleave != d.interleave),
+            int(other.kernel != d.kernel),
         )
         if best is None or distance < best[0]:
             best = (distance, other, name)
@@ -230,7 +233,7 @@ def suggestion(d: Deployment) -> str | None:
         return None
     _, other, name = best
     changes = [
-        f"{flag} {getattr(other, field)}"
+        f"{flag}{' ' if flag.startswith('--') else '='}{getattr(other, field)}"
         for field, flag in _FLAGS.items()
         if getattr(other, field) != getattr(d, field)
     ]
@@ -247,7 +250,8 @@ def _neighbours(d: Deployment) -> Iterator[Deployment]:
             for cache in dict.fromkeys((d.kv_cache_dtype, "fp8_e4m3", "bfloat16", "fp8_ds_mla")):
                 for comm in dict.fromkeys((d.comm, "ag_rs")):
                     other = replace(d, tp=tp, pcp=pcp, dcp=dcp, kv_cache_dtype=cache, comm=comm)
-                    yield from dict.fromkeys((other, replace(other, interleave=1)))
+                    for one in dict.fromkeys((other, replace(other, interleave=1))):
+                        yield from dict.fromkeys((one, replace(one, kernel="auto")))
 
 
 def explain(name: str, d: Deployment) -> str | None:

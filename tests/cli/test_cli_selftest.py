@@ -18,3 +18,11 @@ def test_a_package_that_is_switched_off_is_tested_and_said(monkeypatch, capsys, 
     out, err = capsys.readouterr()
     assert out == ""
     assert ("VLLM_DCP_MLA_DISABLE is set" in err) is said
+
+
+@pytest.mark.parametrize("size", ["3", "6", "12"])
+def test_ranks_that_do_not_divide_the_models_heads_are_refused(capsys, size):
+    assert main(["selftest", "--ranks", size]) == 1
+    err = capsys.readouterr().err
+    assert f"--tensor-parallel-size is {size}, which does not divide the model's 64 query" in err
+    assert "use one of 1, 2, 4, 8" in err

@@ -100,13 +100,17 @@ def _result(answer: Plan, ours: Outcome, stock: Outcome) -> Table:
     context = f"requests of {answer.context:,} tokens at once"
     row(context, *(f"{o.kv.requests(answer.context):.2f}" for o in both))
     row("free at the worst moment, GiB", *(_gib(o.budget.free_bytes) for o in both))
-    row("largest safe utilisation", *(f"{o.budget.max_safe_utilization:.4f}" for o in both))
+    row("largest safe utilisation", *(_safe(o.budget.largest_utilization) for o in both))
     if answer.max_tokens:
         row("largest --max-num-batched-tokens", f"{answer.max_tokens:,}", "")
     if answer.kv_gain:
         row("tokens beside the same GPUs without DCP", f"x {answer.kv_gain:.2f}", "")
     row(f"checkpoint, GB ({answer.weights_from})", f"{answer.checkpoint_bytes / 1e9:,.1f}", "")
     return table
+
+
+def _safe(utilization: float | None) -> str:
+    return "none" if utilization is None else f"{utilization:.4f}"
 
 
 def print_figures(answer: FiguresPlan) -> None:
@@ -128,7 +132,7 @@ def print_figures(answer: FiguresPlan) -> None:
         table.add_row(name, _gib(size))
     out.print(table)
     out.print(
-        f"Largest safe utilisation: {budget.max_safe_utilization:.4f}. Without counting graphs, "
+        f"Largest safe utilisation: {_safe(budget.largest_utilization)}. Without counting graphs, "
         f"{budget.without_graphs:.4f} gives the same; {budget.to_keep_kv:.4f} keeps the KV cache "
         "of before they were counted."
     )
@@ -155,7 +159,7 @@ def print_sweep(flag: str, rows: list[dict[str, Any]]) -> None:
             "" if tokens is None else f"{tokens:,}",
             "" if requests is None else f"{requests:.2f}",
             _gib(memory["free_bytes"]),
-            f"{row['utilization']['max_safe']:.4f}",
+            _safe(row["utilization"]["max_safe"]),
         )
     out.print(table)
     for row in rows:

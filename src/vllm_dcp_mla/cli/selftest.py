@@ -14,7 +14,7 @@ from ..compat.releases import installed_release
 from ..planner.request import IMPOSSIBLE, UNREADABLE
 from ..selftest.faults import FAULTS, PCP_FAULTS, SPANNING_FAULTS
 from ..selftest.subjects import subject_of
-from ..selftest.world import Sizes
+from ..selftest.world import Sizes, model_heads
 from ..settings import SettingsError, env_name, load_settings, user_workspace_bytes
 from ..simulate.gpus import GPUS
 from ..topology import check_topology
@@ -86,7 +86,7 @@ def selftest(
             asked = f"--tp {sizes.tp} and --pcp {sizes.pcp} are {sizes.num_ranks} ranks"
         problems = [f"{asked}; this machine's selftest runs at most {MAX_RANKS} ranks."]
     else:
-        problems = check_topology(sizes.tp, sizes.pcp, sizes.dcp, heads=sizes.heads)
+        problems = check_topology(sizes.tp, sizes.pcp, sizes.dcp, model_heads())
     if sizes.dcp == 1 and not problems:
         problems = ["--dcp is 1: there is nothing to share; use 2 or more."]
     if fault in PCP_FAULTS and sizes.pcp == 1:

@@ -9,6 +9,7 @@ from ..compat.installed import installed_version
 from ..planner.request import Request
 from .discovery import check_allowed, check_discovered, check_members, check_settings, members
 from .flashinfer_source import check_launcher, check_signature
+from .limits import check_limits
 from .machine import check_gpu, check_libraries, check_torch
 from .processes import run_probe
 from .report import Check, Report, Selection
@@ -29,14 +30,14 @@ def examine(request: Request | list[str], *, backend: str | None, select: bool) 
     with ThreadPoolExecutor() as pool:
         metadata = pool.submit(run_probe, "metadata")
         runtime = pool.submit(run_probe, "runtime", members())
-        selected = None
-        if select and not problems and not isinstance(request, list):
-            selected = pool.submit(_select, request, backend)
+        possible = None if problems or isinstance(request, list) else request
+        selected = pool.submit(_select, possible, backend) if select and possible else None
         checks = [
             *(_check_configuration(problem) for problem in problems),
             *check_discovered(metadata.result()),
             check_allowed(environ),
             check_settings(environ),
+            *(check_limits(possible, environ) if possible else ()),
             *check_versions(),
             check_symbols(),
             check_signature(),

@@ -58,6 +58,12 @@ class Budget:
         return max(math.floor(share * 10**PLACES) / 10**PLACES, 0.0)
 
     @property
+    def largest_utilization(self) -> float | None:
+        """The largest safe utilisation; None where even that leaves nothing for a KV cache."""
+        safe = self.max_safe_utilization
+        return safe if self.utilization_for_any_kv <= safe else None
+
+    @property
     def without_graphs(self) -> float:
         """The utilisation whose budget without graphs equals this one with them."""
         return round(self.utilization - self._graph_share, PLACES)

@@ -18,6 +18,7 @@ _MOST = 1 << 31
 #: Fields that count layers; above this one is a mistake in the file.
 _LAYER_FIELDS = ("num_hidden_layers", "num_nextn_predict_layers")
 _MOST_LAYERS = 1 << 12
+_SHOWN_CHARACTERS = 40
 
 
 class MissingFieldsError(ValueError):
@@ -96,9 +97,10 @@ def read_model_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     unusable += [key for key in _LAYER_FIELDS if _optional(config, key, 0) > _MOST_LAYERS]
     unusable += [key for key, is_usable in _USABLE.items() if not is_usable(config.get(key))]
     if unusable:
+        got = ", ".join(f"{key} ({_shown(config, key)})" for key in unusable)
         raise MissingFieldsError(
-            f"{where} has no usable {', '.join(unusable)}: the memory of a DSA model follows from "
-            "them; give the config.json of a GLM-5.x or DeepSeek-V3.2 model."
+            f"{where} has no usable {got}: the memory of an engine follows from such fields; give "
+            "the config.json of a GLM-5.x or DeepSeek-V3.2 model."
         )
     layers = config["num_hidden_layers"]
     return ModelSpec(
@@ -112,7 +114,7 @@ def read_model_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
         shared_experts=_optional(config, "n_shared_experts", 0),
         experts_per_token=config["num_experts_per_tok"],
         first_dense_layers=_optional(config, "first_k_dense_replace", 0),
-        moe_layer_freq=_optional(config, "moe_layer_freq", 1) or 1,
+        moe_layer_freq=_optional(config, "moe_layer_freq", 1),
         q_lora_rank=config["q_lora_rank"],
         kv_lora_rank=config["kv_lora_rank"],
         qk_nope_head_dim=config["qk_nope_head_dim"],
@@ -133,7 +135,7 @@ def _has_indexer(config: Mapping[str, Any], layer: int) -> bool:
     pattern = config.get("index_topk_pattern")
     if pattern is not None:
         return not (layer < len(pattern) and pattern[layer] == "S")
-    freq = _optional(config, "index_topk_freq", 1) or 1
+    freq = _optional(config, "index_topk_freq", 1)
     offset = _optional(config, "index_skip_topk_offset", 2)
     return max(layer - offset + 1, 0) % freq == 0
 
@@ -147,6 +149,18 @@ def _rope_table_bytes(config: Mapping[str, Any]) -> int:
         return config["max_position_embeddings"] * width * 2
     original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
     return 2 * int(original * scaling.get("factor", 1)) * width * 4
+
+
+def _shown(config: Mapping[str, Any], key: str) -> str:
+    return repr(config[key])[:_SHOWN_CHARACTERS] if key in config else "left out"
+
+
+def _is_optional_count(value: object) -> bool:
+    return value is None or _is_count(value, may_be_zero=True)
+
+
+def _is_optional_period(value: object) -> bool:
+    return value is None or _is_count(value, may_be_zero=False)
 
 
 def _is_pattern(value: object) -> bool:
@@ -168,6 +182,12 @@ def _is_number(value: object) -> bool:
 
 #: Fields that a config may leave out, but not fill with something else.
 _USABLE = {
+    "n_shared_experts": _is_optional_count,
+    "first_k_dense_replace": _is_optional_count,
+    "moe_layer_freq": _is_optional_period,
+    "num_nextn_predict_layers": _is_optional_count,
+    "index_topk_freq": _is_optional_period,
+    "index_skip_topk_offset": _is_optional_count,
     "index_topk_pattern": _is_pattern,
     "rope_parameters": _is_scaling,
     "rope_scaling": _is_scaling,

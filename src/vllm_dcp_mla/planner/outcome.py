@@ -108,10 +108,15 @@ def warnings(outcome: Outcome) -> list[str]:
             f"At the high ends of the estimates {gib(-worst.kv_bytes)} are missing for a KV cache."
         )
     if worst.free_bytes < 0 <= outcome.budget.free_bytes:
+        safe = worst.largest_utilization
         said.append(
             f"At the high ends of the estimates {gib(-worst.free_bytes)} are missing beside the "
-            f"requested share; --gpu-memory-utilization {worst.max_safe_utilization:.4g} is safe "
-            "even then."
+            "requested share; "
+            + (
+                "no --gpu-memory-utilization leaves room for both then."
+                if safe is None
+                else f"--gpu-memory-utilization {safe:.4g} is safe even then."
+            )
         )
     return said
 
@@ -128,8 +133,8 @@ def _no_kv(budget: Budget, lines: list[Line]) -> str:
         f"{gib(budget.non_kv_bytes)} are counted without KV cache and {gib(budget.graphs_bytes)} "
         "for CUDA graphs."
     )
-    enough = budget.utilization_for_any_kv
-    if enough <= budget.max_safe_utilization:
+    if budget.largest_utilization is not None:
+        enough = budget.utilization_for_any_kv
         said += f" More than --gpu-memory-utilization {enough:g} would leave some."
     else:
         said += " No safe --gpu-memory-utilization leaves any."

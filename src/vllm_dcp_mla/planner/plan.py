@@ -9,13 +9,10 @@ from ..capability import (
     FLASH_ATTN_3,
     FLASHINFER,
     FLASHMLA,
-    TABLE,
     Deployment,
     Libraries,
-    refusals,
     row,
     serving,
-    suggestion,
 )
 from ..capability_rules import arch_name
 from ..key_splits import partial_bytes
@@ -23,8 +20,8 @@ from ..settings import Settings, env_name
 from ..simulate.gpus import Gpu
 from ..workspace import WorkspacePlan, plan_workspace
 from . import estimates, kv_cache, outcome
-from .defaults import model_defaults
 from .estimates import Estimate
+from .flags import flags_of, refused_by_all
 from .kv_cache import CacheRows, KvCapacity
 from .lines import (
     Line,
@@ -152,7 +149,7 @@ def make_plan(
     d = request.deployment(gpu, libraries, kernel=settings.kernel)
     served_by = None if d.dcp == 1 else serving(d)
     if d.dcp > 1 and served_by is None:
-        return Plan(d.kv_cache_dtype, problems=_refused_by_all(request, d))
+        return Plan(d.kv_cache_dtype, problems=refused_by_all(request, d))
     try:
         model = read_model(request.model, request.config)
     except ModelMemoryError as error:
@@ -166,6 +163,36 @@ def make_plan(
     except ValueError as error:  # a limit that does not hold one token, or one row
         return Plan(d.kv_cache_dtype, served_by, problems=[str(error)])
     return _answer(case, d, served_by, workload, done)
+
+
+def limit_problems(
+    request: Request,
+    gpu: Gpu,
+    libraries: Libraries,
+    settings: Settings,
+    user_workspace: int | None,
+) -> list[str]:
+    """The limit that does not hold one token, or one row: an engine stops at it while it starts.
+
+    Args:
+        request: whose sizes are possible; others are as in :func:`make_plan`.
+
+    Returns:
+        A sentence, or nothing; nothing either where the configuration is not served.
+    """
+    d = request.deployment(gpu, libraries, kernel=settings.kernel)
+    if d.dcp == 1 or serving(d) is None:
+        return []
+    try:
+        model = read_model(request.model, request.config)
+    except ModelMemoryError:
+        return []
+    case = _Case(request, gpu, model, settings, user_workspace)
+    try:
+        _evaluate(case, d, request.workload(model.spec))
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _answer(
@@ -189,7 +216,7 @@ def _answer(
         warnings=[*_switched_off(case.settings), *outcome.warnings(done.ours)],
         problems=outcome.refusals(done.ours, done.lines, workload.max_model_len),
     )
-    return answer if answer.problems else replace(answer, flags=_flags(request, d, workload))
+    return answer if answer.problems else replace(answer, flags=flags_of(request, d, workload))
 
 
 def _evaluate(case: _Case, d: Deployment, workload: Workload) -> _Evaluated:
@@ -358,31 +385,3 @@ def _notes(case: _Case, d: Deployment, served_by: str | None, workload: Workload
     if d.dcp > 1 and d.pcp > 1 and backend == FLASHINFER:
         notes.append("Stock vLLM refuses PCP with DCP here; its column is what its formulas give.")
     return notes
-
-
-def _refused_by_all(request: Request, d: Deployment) -> list[str]:
-    problems = [f"{r.name} refuses: {'; '.join(refusals(r.name, d))}." for r in TABLE]
-    # Seen from the model's default exchange, so that a change of it is named too.
-    comm = request.comm or model_defaults(request.config).comm
-    other = suggestion(replace(d, comm=comm))
-    problems.append(
-        f"No backend serves this on {arch_name(d.arch)}; use {other}."
-        if other
-        else f"No backend serves DCP with these {d.tp * d.pcp} GPUs ({arch_name(d.arch)}); leave "
-        "out --decode-context-parallel-size."
-    )
-    return problems
-
-
-def _flags(request: Request, d: Deployment, workload: Workload) -> list[str]:
-    flags = [f"--tensor-parallel-size {d.tp}"]
-    if d.pcp > 1:
-        flags.append(f"--prefill-context-parallel-size {d.pcp}")
-    if d.dcp > 1:
-        flags.append(f"--decode-context-parallel-size {d.dcp}")
-        if d.pcp > 1 or request.comm is not None:
-            flags.append(f"--dcp-comm-backend {d.comm}")
-    flags.append(f"--kv-cache-dtype {d.kv_cache_dtype}")
-    flags.append(f"--max-num-batched-tokens {request.max_num_batched_tokens}")
-    flags.extend(request.other_flags(workload))
-    return flags

@@ -123,7 +123,7 @@ def _utilization(budget: Budget | None) -> dict[str, float | None]:
         return dict.fromkeys(("requested", "max_safe", "without_graphs", "to_keep_kv"))
     return {
         "requested": budget.utilization,
-        "max_safe": budget.max_safe_utilization,
+        "max_safe": budget.largest_utilization,
         "without_graphs": budget.without_graphs,
         "to_keep_kv": budget.to_keep_kv,
     }

@@ -68,7 +68,7 @@ def run_selftest(
     Raises:
         .world.RankError: a rank failed instead of answering.
     """
-    model = {**load_config("glm-5.2"), "index_topk": _TOPK}
+    model = {**load_config(world.MODEL), "index_topk": _TOPK}
     heads = sizes.heads
     outcome = []
     for run in _runs(sizes, interleaves):

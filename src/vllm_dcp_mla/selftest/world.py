@@ -17,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..models import load_config
+
 if TYPE_CHECKING:
     import torch
 
     from ..settings import KernelName
 
+MODEL = "glm-5.2"
 MODEL_LEN = 8192
 MAX_TOKENS = 512
 
@@ -47,6 +50,14 @@ class Sizes:
     def __str__(self) -> str:
         pcp = f" PCP{self.pcp}" if self.pcp > 1 else ""
         return f"TP{self.tp}{pcp} DCP{self.dcp}"
+
+
+def model_heads() -> int:
+    """Query heads of the model that vLLM is configured for; it refuses a TP that divides them not.
+
+    Fewer run, see :attr:`Sizes.heads`.
+    """
+    return int(load_config(MODEL)["num_attention_heads"])
 
 
 class RankError(RuntimeError):
