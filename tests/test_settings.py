@@ -20,7 +20,9 @@ def test_configuration_wins_over_environment():
     assert load_settings({"dcp_mla": {"kernel": "trtllm_gen"}}, env).kernel == "trtllm_gen"
 
 
-@pytest.mark.parametrize(("text", "value"), [("1", True), ("0", False), ("true", True)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), ("0", False), ("true", True), ("on", True), ("off", False)]
+)
 def test_switches(text, value):
     assert load_settings(None, {"VLLM_DCP_MLA_DISABLE": text}).disable is value
 
@@ -29,7 +31,11 @@ def test_switches(text, value):
     ("config", "env", "named"),
     [
         (None, {"VLLM_DCP_MLA_KERNEL": "fast"}, ["VLLM_DCP_MLA_KERNEL", "'fast'", "reference"]),
-        (None, {"VLLM_DCP_MLA_DISABLE": "maybe"}, ["VLLM_DCP_MLA_DISABLE", "'maybe'"]),
+        (
+            None,
+            {"VLLM_DCP_MLA_DISABLE": "maybe"},
+            ["VLLM_DCP_MLA_DISABLE is 'maybe': it must be on or off"],
+        ),
         (None, {"VLLM_DCP_MLA_SLAB_LIMIT_BYTES": "-1"}, ["SLAB_LIMIT_BYTES", "'-1'"]),
         ({"dcp_mla": {"slab": 1}}, {}, ["slab", "not a setting", "slab_limit_bytes"]),
         ({"dcp_mla": {"slab_limit_bytes": "x"}}, {}, ["dcp_mla.slab_limit_bytes", "'x'"]),

@@ -129,6 +129,8 @@ def _explain(error: ValidationError, in_config: set[str]) -> str:
             f'--additional-config "{CONFIG_KEY}.{name}"' if name in in_config else env_name(name)
         )
         wanted = problem["msg"][0].lower() + problem["msg"][1:]
+        if problem["type"].startswith("bool_"):
+            wanted = "it must be on or off, 1 or 0, true or false"
         sentences.append(f"{where} is {problem['input']!r}: {wanted}; correct it or leave it out.")
     return " ".join(sentences)
 

@@ -17,10 +17,13 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
 def test_help_names_the_commands(capsys, arguments):
+    """Each with all of a sentence."""
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "doctor" in out
-    assert "plan" in out
+    _, _, listed = out.partition("Commands:\n")
+    commands = [line.split(maxsplit=1) for line in listed.splitlines()]
+    assert [name for name, _ in commands] == ["doctor", "plan", "selftest", "rehearse", "bench"]
+    assert all(said.endswith(".") and not said.endswith("..") for _, said in commands)
 
 
 def test_an_unknown_command_is_one_sentence(capsys):

@@ -126,6 +126,7 @@ def test_settings_are_checked(environ, status):
 def test_a_misspelt_setting_is_named_with_the_one_it_is_like():
     check = check_settings({"VLLM_DCP_MLA_SLAB_LIMIT": "5"})
     assert check.fix == "unset VLLM_DCP_MLA_SLAB_LIMIT; did you mean VLLM_DCP_MLA_SLAB_LIMIT_BYTES?"
+    assert check_settings({"VLLM_DCP_MLA_TYPO": "5"}).fix == "unset VLLM_DCP_MLA_TYPO"
     # It is no reason for a backend to be stock's.
     (member, *_) = check_members(registry(**{}), {"VLLM_DCP_MLA_SLAB_LIMIT": "5"})
     assert member.status == "pass"

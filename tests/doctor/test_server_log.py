@@ -173,6 +173,13 @@ def test_all_but_two_writers_are_known():
     assert {symptom.name for symptom in SYMPTOMS} - set(WRITERS) == unknown
 
 
+def test_out_of_memory_is_known_by_its_first_words():
+    line = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 12.20 GiB"
+    (check,) = examine_log([line]).checks
+    assert (check.name, check.status) == ("out of GPU memory", "fail")
+    assert "lower --gpu-memory-utilization" in check.fix
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_text_is_what_is_written(name):

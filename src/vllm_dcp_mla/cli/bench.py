@@ -22,7 +22,12 @@ _DEFAULT = ",".join(name for name, work in WORKS.items() if work.default)
 def bench(
     work: Annotated[
         str,
-        typer.Option("--work", metavar="NAME,..", help=f"{', '.join(WORKS)}; default: {_DEFAULT}."),
+        typer.Option(
+            "--work",
+            metavar="NAME,..",
+            help=f"{', '.join(WORKS)}; default: {_DEFAULT.replace(',', ', ')}.",
+            show_default=False,
+        ),
     ] = _DEFAULT,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes, in two minutes.")] = False,
     plot: Annotated[

@@ -33,11 +33,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(doctor.doctor)
-app.command()(plan.plan)
-app.command()(selftest.selftest)
-app.command()(rehearse.rehearse)
-app.command()(bench.bench)
+# Beside the commands' names; longer ones would be cut.
+app.command(short_help="Check installation, settings and selection.")(doctor.doctor)
+app.command(short_help="Say where memory goes, and what fits.")(plan.plan)
+app.command(short_help="Compare DCP here with dense attention.")(selftest.selftest)
+app.command(short_help="Compare DCP on GPUs with one rank.")(rehearse.rehearse)
+app.command(short_help="Time kernels and steps beside stock's.")(bench.bench)
 
 _UNANSWERED = {
     "doctor": doctor.unanswered,

@@ -39,8 +39,6 @@ Utilization = Annotated[
         help="Share of the GPU that vLLM plans with.",
     ),
 ]
-Figure = Annotated[_Text, typer.Option(metavar="GIB", help="A figure of a server log.")]
-
 #: Flags that --sweep takes, and the fields of the request or the figures that they are.
 _SWEPT_REQUEST = {
     name.replace("_", "-"): name
@@ -106,9 +104,15 @@ def plan(
     autotune_gib: Annotated[
         _Text, typer.Option(metavar="GIB", help="Autotuning, instead of an estimate.")
     ] = None,
-    non_kv_gib: Figure = None,
-    kv_gib: Figure = None,
-    free_gib: Figure = None,
+    non_kv_gib: Annotated[
+        _Text, typer.Option(metavar="GIB", help="Of a log: what was profiled, without graphs.")
+    ] = None,
+    kv_gib: Annotated[
+        _Text, typer.Option(metavar="GIB", help="Of a log: 'Available KV cache memory'.")
+    ] = None,
+    free_gib: Annotated[
+        _Text, typer.Option(metavar="GIB", help="Of a log: free once the KV cache was made.")
+    ] = None,
     logged_utilization: Annotated[
         str, typer.Option(metavar="SHARE", help="The share that --kv-gib, --free-gib come from.")
     ] = DEFAULT_UTILIZATION,

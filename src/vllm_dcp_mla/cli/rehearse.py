@@ -34,7 +34,9 @@ def rehearse(
     dcp: options.Dcp = "2",
     kv_cache_dtype: options.KvCacheDtype = "auto",
     comm: options.Comm = None,
-    mtp: Annotated[str, typer.Option("--mtp", metavar="K", help="Speculative tokens.")] = "0",
+    mtp: Annotated[
+        str, typer.Option("--mtp", metavar="K", help="Draft tokens of the MTP layer.")
+    ] = "0",
     graphs: Annotated[
         str, typer.Option("--graphs", help=f"CUDA graphs: {', '.join(GRAPHS)}.")
     ] = "none",

@@ -19,6 +19,8 @@ from .versions import INSTALL_VLLM
 ENTRY_POINT = "dcp_mla"
 ENTRY_POINT_VALUE = "vllm_dcp_mla.plugin:register"
 PLUGINS_ENV = "VLLM_PLUGINS"
+#: Of a name that was meant, as difflib measures it.
+_CLOSE = 0.6
 _INSTALL = f"pip install --force-reinstall --no-deps {DISTRIBUTION}"
 
 
@@ -109,8 +111,11 @@ def check_settings(environ: Mapping[str, str]) -> Check:
     known = {env_name(n) for n in type(settings).model_fields}
     strange = sorted(n for n in environ if n.startswith(ENV_PREFIX) and n not in known)
     if strange:
-        near = get_close_matches(strange[0], known, 1, 0.4)
-        fix = f"unset {', '.join(strange)}" + (f"; did you mean {near[0]}?" if near else "")
+        meant = strange[0].removeprefix(ENV_PREFIX).lower()
+        near = get_close_matches(meant, type(settings).model_fields, 1, _CLOSE)
+        fix = f"unset {', '.join(strange)}" + (
+            f"; did you mean {env_name(near[0])}?" if near else ""
+        )
         found = f"{', '.join(strange)}: no setting, and nothing reads it"
         return Check(name, "warn", found, expected, fix)
     changed = [env_name(n) for n in type(settings).model_fields if env_name(n) in environ]

@@ -124,7 +124,7 @@ SYMPTOMS = (
         "CUDA out of memory. Tried to allocate ",
         f"{_PLAN}, also what is needed beside the requested share: lower --gpu-memory-utilization "
         "where it happened after the KV cache was made",
-        details=r"Tried to allocate [\d.]+ \w+\..*?of which [\d.]+ \w+ is free",
+        details=r"Tried to allocate [\d.]+ \w+(?:\..*?of which [\d.]+ \w+ is free)?",
     ),
     Symptom(
         "FlashInfer's two packages differ",

@@ -42,10 +42,11 @@ def read_plan(path: str) -> dict[str, Any]:
             [f"{path} cannot be read ({error}); give a file that plan --json wrote."], UNREADABLE
         ) from None
     if not isinstance(plan, dict) or not all(key in plan for key in _NEEDED):
-        raise RequestError(
-            [f"{path} is no plan: it lacks {', '.join(_NEEDED)}; write it with plan --json."],
-            UNREADABLE,
+        problem = (
+            f"{path} is no plan of one configuration: it lacks {', '.join(_NEEDED)}; write it with "
+            "plan --json, without --sweep."
         )
+        raise RequestError([problem], UNREADABLE)
     return plan
 
 
