@@ -82,6 +82,8 @@ def test_expected_output_of_one_key_is_its_latent():
         (["--break", "lost-range"], 1, "lost-range, which shows with PCP only"),
         (["--pcp", "2", "--break", "group-order"], 1, "needs --tp 2 --pcp 2 --dcp 4"),
         (["--tp", "8", "--dcp", "3"], 1, "--decode-context-parallel-size is 3"),
+        (["--ranks", "2", "--tp", "4"], 1, "--ranks and --tp are given together"),
+        (["--ranks", "4", "--dcp", "2"], 1, "--ranks and --dcp are given together"),
         (["--ranks", "0"], 1, "is 0"),
         (["--ranks", "1"], 1, "--dcp is 1"),
         (["--ranks", "1000"], 1, "at most 16 ranks"),

@@ -32,10 +32,10 @@ _SWITCHED_OFF = f"{env_name('disable')} is set: vLLM serves without what is test
 
 def selftest(
     ranks: Annotated[
-        str, typer.Option("--ranks", metavar="N", help="Short for --tp N --dcp N.")
-    ] = "2",
+        str, typer.Option("--ranks", metavar="N", help="Short for --tp N --dcp N; default: 2.")
+    ] = "",
     tp: Annotated[
-        str, typer.Option("--tp", metavar="N", help="Ranks; default: --ranks, 1 with --pcp.")
+        str, typer.Option("--tp", metavar="N", help="Ranks; default: 2, 1 with --pcp.")
     ] = "",
     pcp: Annotated[
         str, typer.Option("--pcp", metavar="N", help="Ranks that share a prompt; default: 1.")
@@ -87,6 +87,9 @@ def selftest(
         problems = [f"{asked}; this machine's selftest runs at most {MAX_RANKS} ranks."]
     else:
         problems = check_topology(sizes.tp, sizes.pcp, sizes.dcp, model_heads())
+    others = {"--tp": tp, "--pcp": pcp, "--dcp": dcp}
+    if ranks and (given := [flag for flag, text in others.items() if text]):
+        problems.append(f"--ranks and {given[0]} are given together; leave one of them out.")
     if sizes.dcp == 1 and not problems:
         problems = ["--dcp is 1: there is nothing to share; use 2 or more."]
     if fault in PCP_FAULTS and sizes.pcp == 1:
