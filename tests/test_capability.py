@@ -240,10 +240,10 @@ def test_the_way_out_of_an_interleave_is_another_one():
             "--kv-cache-dtype fp8_ds_mla --dcp-comm-backend ag_rs (served by FLASHMLA_SPARSE)",
         ),
         ({"kv_cache_dtype": "fp8_ds_mla", "tp": 2, "dcp": 2}, "--kv-cache-dtype fp8_e4m3"),
-        ({"kernel": "flashmla"}, "VLLM_DCP_MLA_KERNEL=auto (served by FLASHINFER_MLA_SPARSE)"),
+        ({"kernel": "flashmla"}, "the setting kernel=auto (served by FLASHINFER_MLA_SPARSE)"),
         (
             {"tp": 1, "pcp": 4, "dcp": 4, "kernel": "flashmla"},
-            "--dcp-comm-backend ag_rs VLLM_DCP_MLA_KERNEL=auto (served by FLASHINFER_MLA_SPARSE)",
+            "--dcp-comm-backend ag_rs the setting kernel=auto (served by FLASHINFER_MLA_SPARSE)",
         ),
     ],
 )
@@ -273,8 +273,8 @@ DEPLOYMENTS = st.builds(
 
 
 def follow(d: cap.Deployment, flags: str) -> cap.Deployment:
-    fields = {flag: field for field, flag in cap._FLAGS.items()}
-    words = flags.split(" (served by ")[0].replace("=", " ").split()
+    fields = {flag: field for field, flag in cap._FLAGS.items()} | {"kernel": "kernel"}
+    words = flags.split(" (served by ")[0].replace("the setting kernel=", "kernel ").split()
     for flag, value in zip(words[::2], words[1::2], strict=True):
         old = getattr(d, fields[flag])
         d = replace(d, **{fields[flag]: type(old)(value)})

@@ -72,6 +72,31 @@ SIZES = {
 }
 
 
+FEW = {"max_model_len": st.integers(1, 2000), "max_num_seqs": st.integers(1, 3)}
+
+
+@given(st.fixed_dictionaries({**SIZES, **FEW}), SIZES["interleave"])
+def test_a_workspace_that_holds_every_request_does_so_with_every_interleave(sizes, other):
+    """vLLM may settle on another one when the workspace is made already."""
+    try:
+        made = plan(**sizes)
+    except ValueError:
+        return
+    if made.merge_tokens:
+        return
+    later = plan(**{**sizes, "interleave": other}, workspace_bytes=made.total_bytes)
+    assert later.merge_tokens == 0
+    assert later.rows_per_rank >= local_seq_len(sizes["max_model_len"], 0, sizes["dcp"], other)
+    assert later.total_bytes <= made.total_bytes
+
+
+def test_a_workspace_that_holds_no_turn_is_no_limit():
+    with pytest.raises(
+        ValueError, match="the gather workspace has 70000, but 64 rows of each of 4"
+    ):
+        plan(interleave=64, workspace_bytes=70_000)
+
+
 @given(st.fixed_dictionaries(SIZES))
 def test_a_plan_fits_its_limit_or_names_one_that_suffices(sizes):
     try:

@@ -6,12 +6,12 @@
 #   PLAN_MODEL  a built-in name, or a folder with config.json (and the checkpoint)
 
 preflight() {
+  [[ ${MTP:-0} =~ ^(0|[1-9][0-9]*)$ ]] || refuse "MTP is '$MTP', it must be a whole number; set one"
   case ${PREFLIGHT:-1} in
     0) return 0 ;;
     1) ;;
     *) refuse "PREFLIGHT is '$PREFLIGHT', it must be 1 or 0; leave it out" ;;
   esac
-  [[ ${MTP:-0} =~ ^[0-9]+$ ]] || refuse "MTP is '$MTP', it must be a whole number; set one"
   local shared=(
     --model "$PLAN_MODEL"
     --gpu "${GPU:-local}"
@@ -31,11 +31,12 @@ preflight() {
     --mtp "${MTP:-0}"
   )
   vllm-dcp-mla plan "${shared[@]}" "${sizes[@]}" ||
-    refuse 'no plan that fits; change what it names (GPU=b200 plans for one that is elsewhere)'
-  vllm-dcp-mla doctor "${shared[@]}" || refuse 'doctor found a failure; fix what it names'
+    refuse 'plan refuses; change what it names, or start anyway with PREFLIGHT=0'
+  vllm-dcp-mla doctor "${shared[@]}" ||
+    refuse 'doctor found a failure; fix what it names, or start anyway with PREFLIGHT=0'
 }
 
 refuse() {
-  echo "launch: $1, or start anyway with PREFLIGHT=0." >&2
+  echo "launch: $1." >&2
   exit 1
 }

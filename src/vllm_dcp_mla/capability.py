@@ -28,7 +28,7 @@ _FLAGS = {
     "kv_cache_dtype": "--kv-cache-dtype",
     "comm": "--dcp-comm-backend",
     "interleave": "--cp-kv-cache-interleave-size",
-    "kernel": "VLLM_DCP_MLA_KERNEL",
+    "kernel": "the setting kernel",
 }
 
 

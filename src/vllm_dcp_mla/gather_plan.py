@@ -88,16 +88,19 @@ def plan_gather(
     def key_bytes(rows: int) -> int:
         return -(-rows * dcp // PAGE_ROWS) * PAGE_ROWS * row_bytes
 
-    longest = _whole_turns(local_seq_len(max_model_len, 0, dcp, interleave), interleave)
+    # In whole pages, too: the same for every interleave up to a page, whichever vLLM settles on.
+    turn = max(interleave, PAGE_ROWS)
+    longest = _whole_turns(local_seq_len(max_model_len, 0, dcp, interleave), turn)
     rows, merge_tokens = min(rows_in(space), longest * max_num_seqs), 0
     if rows < longest:
         room = min(space // _MERGE_SHARE, space - key_bytes(interleave))
         merge_tokens = max(min(room // out_bytes, max_num_tokens), 1)
         rows = rows_in(space - merge_tokens * out_bytes)
     if rows < interleave:
+        found = "gather_limit_bytes is" if workspace_bytes is None else "the gather workspace has"
         raise ValueError(
-            f"gather_limit_bytes is {space}, but {interleave} rows of each of {dcp} ranks and the "
-            f"partial result of one token need {key_bytes(interleave) + out_bytes} bytes; raise "
+            f"{found} {space}, but {interleave} rows of each of {dcp} ranks and the partial result "
+            f"of one token need {key_bytes(interleave) + out_bytes} bytes; raise "
             "gather_limit_bytes (VLLM_DCP_MLA_GATHER_LIMIT_BYTES)."
         )
     keys = key_bytes(rows)

@@ -42,7 +42,6 @@ def test_a_limit_that_an_engine_stops_at_fails(variable, said):
 def test_a_limit_that_nothing_uses_there_passes():
     gather = {"VLLM_DCP_MLA_GATHER_LIMIT_BYTES": "1000"}
     assert only(gather).status == "pass"
-    assert only({"VLLM_DCP_MLA_SLAB_LIMIT_BYTES": "1000"}, dcp="1").status == "pass"
 
 
 def test_the_gather_limit_counts_under_pcp():
@@ -52,5 +51,14 @@ def test_the_gather_limit_counts_under_pcp():
     assert "gather_limit_bytes is 1000" in check.found
 
 
-def test_what_cannot_be_read_is_other_checks_to_say():
-    assert check_limits(request(), {"VLLM_DCP_MLA_SLAB_LIMIT_BYTES": "many"}) == []
+@pytest.mark.parametrize(
+    ("environ", "changes"),
+    [
+        ({"VLLM_DCP_MLA_SLAB_LIMIT_BYTES": "many"}, {}),
+        ({"VLLM_DCP_MLA_SLAB_LIMIT_BYTES": "1000", "VLLM_DCP_MLA_DISABLE": "1"}, {}),
+        ({"VLLM_DCP_MLA_SLAB_LIMIT_BYTES": "1000", "VLLM_DCP_MLA_KERNEL": "flashmla"}, {}),
+        ({"VLLM_DCP_MLA_SLAB_LIMIT_BYTES": "1000"}, {"dcp": "1"}),
+    ],
+)
+def test_nothing_is_said_where_no_limit_is_looked_at(environ, changes):
+    assert check_limits(request(**changes), environ) == []

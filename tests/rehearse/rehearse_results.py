@@ -84,7 +84,7 @@ def states(*grown):
 
 
 def result(configuration, given_scores):
-    spec = engine_of(configuration, Path("/m"), Limits(3136, TOKENS), None)
+    spec = engine_of(configuration, Path("/m"), Limits(3136, TOKENS), None, (9, 0))
     ranks = [rank(n, given_scores, spec.strict) for n in range(configuration.world)]
     return EngineResult(spec, 30.0, ranks)
 

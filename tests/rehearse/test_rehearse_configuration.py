@@ -20,6 +20,7 @@ from vllm_dcp_mla.rehearse.configuration import (
 from vllm_dcp_mla.rehearse.engine import GRAPHS
 
 LIMITS = Limits(3136, 8192)
+H200 = (9, 0)
 BASE = Configuration("glm-5.2", 2, 1, 2, "bfloat16", "ag_rs", 0, "none", "reference")
 
 factors = st.dictionaries(
@@ -106,7 +107,7 @@ def test_engines_of_one_name_are_one_engine(chosen):
     assert {c.name for c in chosen} <= {e.name for e in engines}
     specs = {}
     for one in (*chosen, *(c.baseline(tp) for c in chosen for tp in (1, 2))):
-        spec = engine_of(one, Path(one.model), LIMITS, None)
+        spec = engine_of(one, Path(one.model), LIMITS, None, H200)
         if one.dcp == 1:
             spec = spec.model_copy(update={"comm": None})  # vLLM is not told it
         assert specs.setdefault(one.name, spec) == spec
@@ -173,17 +174,17 @@ def test_folders_of_one_basename_differ_and_a_trailing_slash_does_not(tmp_path, 
 
 def test_the_reference_kernel_runs_our_class_without_dcp_too():
     for one in (BASE, BASE.baseline(1)):
-        assert engine_of(one, Path("/m"), LIMITS, None).backend == ALIAS
-    assert engine_of(replace(BASE, kernel="auto"), Path("/m"), LIMITS, None).backend is None
+        assert engine_of(one, Path("/m"), LIMITS, None, H200).backend == ALIAS
+    assert engine_of(replace(BASE, kernel="auto"), Path("/m"), LIMITS, None, H200).backend is None
 
 
 def test_only_engines_under_dcp_are_strict():
-    assert engine_of(BASE, Path("/m"), LIMITS, None).strict
-    assert not engine_of(BASE.baseline(2), Path("/m"), LIMITS, None).strict
+    assert engine_of(BASE, Path("/m"), LIMITS, None, H200).strict
+    assert not engine_of(BASE.baseline(2), Path("/m"), LIMITS, None, H200).strict
 
 
 def test_ranks_that_share_a_gpu_get_a_cache_of_a_known_size():
-    alone, shared = (engine_of(BASE, Path("/m"), LIMITS, size) for size in (None, 1 << 31))
+    alone, shared = (engine_of(BASE, Path("/m"), LIMITS, size, H200) for size in (None, 1 << 31))
     assert (alone.shared, alone.kv_cache_bytes) == (False, None)
     assert (shared.shared, shared.kv_cache_bytes) == (True, 1 << 31)
     assert shared.utilization < 0.1 < alone.utilization < 1
@@ -202,4 +203,5 @@ def test_ranks_that_share_a_gpu_get_a_cache_of_a_known_size():
 )
 def test_stocks_fp8_class_on_hopper_wants_the_whole_gpu(kv_cache_dtype, dcp, kernel, expected):
     one = replace(BASE, kv_cache_dtype=kv_cache_dtype, dcp=dcp, kernel=kernel)
-    assert engine_of(one, Path("/m"), LIMITS, 1 << 31).whole_gpu is expected
+    assert engine_of(one, Path("/m"), LIMITS, 1 << 31, H200).whole_gpu is expected
+    assert not engine_of(one, Path("/m"), LIMITS, 1 << 31, (10, 0)).whole_gpu

@@ -172,7 +172,8 @@ def test_hopper_is_rehearsed_with_its_own_class_and_what_vllm_selects_without_dc
     assert sparse.ours
     assert dense.ours
     engines = [
-        engine_of(one, Path("/m"), Limits(3136, 8192), None) for one in (sparse, sparse.baseline(1))
+        engine_of(one, Path("/m"), Limits(3136, 8192), None, (9, 0))
+        for one in (sparse, sparse.baseline(1))
     ]
     assert [engine.backend for engine in engines] == [None, None]
     assert len(read_rehearsal(raw(), more(cover=True)).configurations(machine((9, 0)), "auto")) > 4

@@ -178,13 +178,13 @@ def _impossible(figures: Figures, logged: Budget) -> list[str]:
 
 
 def _problems(figures: Figures, budget: Budget, used_outside: int) -> list[str]:
-    problems = []
+    problems, safe = [], budget.largest_utilization
     if budget.kv_bytes <= 0:
-        enough = budget.utilization_for_any_kv
         way_out = (
-            f"more than --gpu-memory-utilization {enough:g} would leave some"
-            if enough <= min(budget.max_safe_utilization, 1.0)
-            else "no safe --gpu-memory-utilization leaves any"
+            "no safe --gpu-memory-utilization leaves any"
+            if safe is None
+            else "more than --gpu-memory-utilization "
+            f"{budget.utilization_for_any_kv:g} would leave some"
         )
         parts = [("memory counted by profiling", budget.non_kv_bytes)]
         parts.append(("CUDA graphs", budget.graphs_bytes))
@@ -200,7 +200,7 @@ def _problems(figures: Figures, budget: Budget, used_outside: int) -> list[str]:
         problems.append(
             f"At --gpu-memory-utilization {budget.utilization:g} "
             f"{autotune if figures.autotune_bytes else ''}"
-            f"{gib(budget.slack_bytes - used_outside)} are free beside the KV cache; use "
-            f"{budget.max_safe_utilization:g} or less."
+            f"{gib(budget.slack_bytes - used_outside)} are free beside the KV cache; "
+            + ("none leaves room for both." if safe is None else f"use {safe:g} or less.")
         )
     return problems

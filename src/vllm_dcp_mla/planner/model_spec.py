@@ -99,8 +99,9 @@ def read_model_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
     if unusable:
         got = ", ".join(f"{key} ({_shown(config, key)})" for key in unusable)
         raise MissingFieldsError(
-            f"{where} has no usable {got}: the memory of an engine follows from such fields; give "
-            "the config.json of a GLM-5.x or DeepSeek-V3.2 model."
+            f"{where} has no usable {got}: the memory of an engine follows from such fields, which "
+            "are whole numbers but for patterns and scalings; give the config.json of a GLM-5.x or "
+            "DeepSeek-V3.2 model."
         )
     layers = config["num_hidden_layers"]
     return ModelSpec(
@@ -152,7 +153,10 @@ def _rope_table_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _shown(config: Mapping[str, Any], key: str) -> str:
-    return repr(config[key])[:_SHOWN_CHARACTERS] if key in config else "left out"
+    if key not in config:
+        return "left out"
+    text = repr(config[key])
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _is_optional_count(value: object) -> bool:

@@ -142,10 +142,11 @@ def _no_kv(budget: Budget, lines: list[Line]) -> str:
 
 
 def _no_room(budget: Budget, lines: list[Line]) -> str:
+    safe = budget.largest_utilization
+    way_out = "none leaves room for both" if safe is None else f"use {safe:g} or less"
     return (
         f"--gpu-memory-utilization {budget.utilization:g} leaves {gib(budget.slack_bytes)} of the "
-        f"GPU, but {gib(budget.outside_bytes)} are needed there; use "
-        f"{budget.max_safe_utilization:g} or less. "
+        f"GPU, but {gib(budget.outside_bytes)} are needed there; {way_out}. "
         f"{_largest(lines, Counted.OUTSIDE, Counted.MOMENT)}"
     ).rstrip()
 

@@ -85,6 +85,8 @@ class Plan:
         notes: what the figures do not say, one sentence each.
         warnings: what may go wrong, one sentence each.
         problems: why it does not work, one sentence each; empty when it does.
+        limit: the problem of a limit that does not hold the least that an engine needs, which stops
+            while it starts; empty where all do, or none was looked at.
     """
 
     kv_cache_dtype: str
@@ -103,6 +105,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    limit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,38 +164,8 @@ def make_plan(
     try:
         done = _evaluate(case, d, workload)
     except ValueError as error:  # a limit that does not hold one token, or one row
-        return Plan(d.kv_cache_dtype, served_by, problems=[str(error)])
+        return Plan(d.kv_cache_dtype, served_by, problems=[str(error)], limit=str(error))
     return _answer(case, d, served_by, workload, done)
-
-
-def limit_problems(
-    request: Request,
-    gpu: Gpu,
-    libraries: Libraries,
-    settings: Settings,
-    user_workspace: int | None,
-) -> list[str]:
-    """The limit that does not hold one token, or one row: an engine stops at it while it starts.
-
-    Args:
-        request: whose sizes are possible; others are as in :func:`make_plan`.
-
-    Returns:
-        A sentence, or nothing; nothing either where the configuration is not served.
-    """
-    d = request.deployment(gpu, libraries, kernel=settings.kernel)
-    if d.dcp == 1 or serving(d) is None:
-        return []
-    try:
-        model = read_model(request.model, request.config)
-    except ModelMemoryError:
-        return []
-    case = _Case(request, gpu, model, settings, user_workspace)
-    try:
-        _evaluate(case, d, request.workload(model.spec))
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def _answer(

@@ -46,9 +46,19 @@ class RehearsalModel:
 
     def cache_bytes(self, kv_cache_dtype: str) -> int:
         """KV and index cache of a token over all layers, an upper estimate (every layer leads)."""
-        element = 1 if "fp8" in kv_cache_dtype else 2
-        # The indexer's cache: an fp8 key and its float32 scale.
-        return (self.layers + 1) * (self.key_elements * element + self.index_head_dim + 4)
+        return (self.layers + 1) * (self._key_bytes(kv_cache_dtype) + self._index_bytes)
+
+    def cache_bytes_without_drafter(self, kv_cache_dtype: str) -> int:
+        """The same to the byte, where no MTP layer runs: followers have no index cache."""
+        leaders = self.layers - len(self.followers)
+        return self.layers * self._key_bytes(kv_cache_dtype) + leaders * self._index_bytes
+
+    def _key_bytes(self, kv_cache_dtype: str) -> int:
+        return self.key_elements * (1 if "fp8" in kv_cache_dtype else 2)
+
+    @property
+    def _index_bytes(self) -> int:
+        return self.index_head_dim + 4  # an fp8 key and its float32 scale
 
 
 def write_checkpoint(

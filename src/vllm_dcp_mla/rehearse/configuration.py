@@ -108,7 +108,11 @@ def _model_name(model: str) -> str:
 
 
 def engine_of(
-    configuration: Configuration, checkpoint: Path, limits: Limits, kv_cache_bytes: int | None
+    configuration: Configuration,
+    checkpoint: Path,
+    limits: Limits,
+    kv_cache_bytes: int | None,
+    arch: tuple[int, int],
 ) -> EngineSpec:
     """The engine that runs a configuration.
 
@@ -117,6 +121,7 @@ def engine_of(
         checkpoint: its random weights.
         limits: of every engine.
         kv_cache_bytes: of a rank where ranks share a GPU; None where they do not.
+        arch: compute capability of the GPUs.
     """
     return EngineSpec(
         name=configuration.name,
@@ -136,18 +141,19 @@ def engine_of(
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         shared=kv_cache_bytes is not None,
-        whole_gpu=_runs_flashinfer_sm90(configuration),
+        whole_gpu=_runs_flashinfer_sm90(configuration, arch),
         kv_cache_bytes=kv_cache_bytes,
         utilization=_UTILIZATION if kv_cache_bytes is None else SHARED_UTILIZATION,
     )
 
 
-def _runs_flashinfer_sm90(configuration: Configuration) -> bool:
+def _runs_flashinfer_sm90(configuration: Configuration, arch: tuple[int, int]) -> bool:
     """Whether stock's class for such caches on Hopper may serve, whose kernel's launch is a
     cooperative one: FlashInfer's ``mla_hopper.cuh``.
     """
     return (
-        configuration.dcp == 1
+        arch[0] == 9
+        and configuration.dcp == 1
         and configuration.kernel != "reference"
         and configuration.kv_cache_dtype in _FLASHINFER_SM90_CACHES
     )

@@ -24,7 +24,7 @@ from .options import Options
 from .recall import Recall
 from .requests import Recording, Requests, Soak
 from .soak_judge import judge_soak
-from .workload import PROMPTS_PER_CLASS, Prompt, max_model_len, prompts
+from .workload import CACHE_BLOCK_TOKENS, PROMPTS_PER_CLASS, Prompt, max_model_len, prompts
 
 #: Folder of the checkpoints, beside those of the engines, which have longer names.
 _MODELS = "models"
@@ -95,10 +95,11 @@ def rehearse(
             _refuse_more_than_a_shared_cache(configurations, models, options)
         # Prompts are the same for all engines of a model, and as awkward as its most ranks make it.
         ranks = max(configuration.dcp for configuration in configurations)
+        arch = machine.gpus[0].arch
         asked = {name: _prompts(model, ranks, options) for name, model in models.items()}
         results = schedule.run(
             [
-                _engine(engine, models[engine.model], asked[engine.model], options, share > 1)
+                _engine(engine, models[engine.model], asked[engine.model], options, share > 1, arch)
                 for engine in engines
             ],
             folder,
@@ -171,14 +172,16 @@ def _refuse_more_than_a_shared_cache(
     """
     for one in configurations:
         model = models[one.model]
-        room = SHARED_KV_CACHE_BYTES // model.cache_bytes(one.kv_cache_dtype)
+        token_bytes = model.cache_bytes_without_drafter(one.kv_cache_dtype)
+        blocks = SHARED_KV_CACHE_BYTES // (CACHE_BLOCK_TOKENS * token_bytes)
+        room = (blocks - 1) * CACHE_BLOCK_TOKENS  # vLLM keeps one for itself
         needed = max_model_len(model.index_topk, options.long_tokens)
         if needed > room:
             raise MachineError(
                 f"--long-prompt {options.long_tokens} takes a KV cache of {needed:,} tokens on one "
                 f"rank; where ranks share a GPU it has {SHARED_KV_CACHE_BYTES >> 30} GiB, which is "
-                f"{room:,} tokens of {one.kv_cache_dtype}. Give a shorter one, or as many GPUs as "
-                "ranks."
+                f"{room:,} tokens of {one.kv_cache_dtype}. Give a shorter one, or each rank a GPU "
+                "(no --ranks-per-gpu, and as many GPUs)."
             )
 
 
@@ -216,12 +219,14 @@ def _engine(
     asked: list[Prompt],
     options: Options,
     shared: bool,
+    arch: tuple[int, int],
 ) -> tuple[EngineSpec, Requests]:
     """An engine and what it serves."""
     limits = Limits(
         max_model_len(model.index_topk, options.long_tokens), options.max_num_batched_tokens
     )
-    spec = engine_of(configuration, model.folder, limits, SHARED_KV_CACHE_BYTES if shared else None)
+    cache_bytes = SHARED_KV_CACHE_BYTES if shared else None
+    spec = engine_of(configuration, model.folder, limits, cache_bytes, arch)
     if options.soak_seconds is None:
         requests = Requests.of(asked, model.vocab_size)
         if options.fault is None:

@@ -15,8 +15,8 @@ from .rehearsal import Outcome
 #: What no rehearsal on this kind of machine shows.
 _SHARED_GPU = (
     "Ranks shared a GPU: direct symmetric-memory exchanges (VLLM_USE_DIRECT_DCP_A2A, "
-    "VLLM_USE_DIRECT_DCP_Q_GATHER), FlashInfer's and custom all-reduce, its autotuning, KV budgets "
-    "and speed were not rehearsed."
+    "VLLM_USE_DIRECT_DCP_Q_GATHER), FlashInfer's and custom all-reduce, FlashInfer's autotuning, "
+    "KV budgets and speed were not rehearsed."
 )
 _REFERENCE = (
     "The reference kernel ran: neither trtllm-gen's cubins nor stock's branches for compute "

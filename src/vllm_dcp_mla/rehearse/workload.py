@@ -17,6 +17,8 @@ GENERATED_TOKENS = 8
 SCORED_TOKENS = 64
 #: Prompts of the length that a user asks for, beside the classes.
 LONG_PROMPTS = 2
+#: Of vLLM's cache on a rank.
+CACHE_BLOCK_TOKENS = 64
 #: Where a prompt repeats the start of an earlier one: vLLM caches whole blocks of 64 tokens.
 _SHARED_PART = 0.75
 #: Generated at every step. The checkpoint's MTP layer drafts it too, always: whether a draft is
@@ -68,7 +70,8 @@ def max_model_len(index_topk: int, long_tokens: int = 0) -> int:
         index_topk: as in :func:`length_classes`.
         long_tokens: of the prompts beside the classes; 0 for none.
     """
-    return -(-(max(6 * index_topk, long_tokens) + GENERATED_TOKENS) // 64) * 64
+    longest = max(6 * index_topk, long_tokens) + GENERATED_TOKENS
+    return -(-longest // CACHE_BLOCK_TOKENS) * CACHE_BLOCK_TOKENS
 
 
 def prompts(
