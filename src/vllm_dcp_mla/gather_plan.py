@@ -88,10 +88,10 @@ def plan_gather(
     def key_bytes(rows: int) -> int:
         return -(-rows * dcp // PAGE_ROWS) * PAGE_ROWS * row_bytes
 
-    # In whole pages, too: the same for every interleave up to a page, whichever vLLM settles on.
-    turn = max(interleave, PAGE_ROWS)
-    longest = _whole_turns(local_seq_len(max_model_len, 0, dcp, interleave), turn)
-    rows, merge_tokens = min(rows_in(space), longest * max_num_seqs), 0
+    longest = _whole_turns(local_seq_len(max_model_len, 0, dcp, interleave), interleave)
+    # In whole pages: as much as with any other interleave, should vLLM settle on another.
+    most = _whole_turns(longest, max(interleave, PAGE_ROWS)) * max_num_seqs
+    rows, merge_tokens = min(rows_in(space), most), 0
     if rows < longest:
         room = min(space // _MERGE_SHARE, space - key_bytes(interleave))
         merge_tokens = max(min(room // out_bytes, max_num_tokens), 1)
