@@ -2,6 +2,7 @@ import importlib.util
 
 import pytest
 
+from release_marks import gathers_here
 from vllm_dcp_mla.doctor.limits import check_limits
 from vllm_dcp_mla.planner.request import RawRequest, read_request
 
@@ -44,6 +45,7 @@ def test_a_limit_that_nothing_uses_there_passes():
     assert only(gather).status == "pass"
 
 
+@gathers_here
 def test_the_gather_limit_counts_under_pcp():
     gather = {"VLLM_DCP_MLA_GATHER_LIMIT_BYTES": "1000"}
     check = only(gather, tp="1", pcp="4", dcp="4", comm="ag_rs")
