@@ -113,6 +113,12 @@ def test_ranks_that_share_a_gpu_keep_direct_exchanges_out():
     assert shared["VLLM_USE_DIRECT_DCP_A2A"] == shared["VLLM_USE_DIRECT_DCP_Q_GATHER"] == "0"
 
 
+def test_ranks_that_share_a_gpu_autotune_nothing():
+    shared, alone = (llm_arguments(spec(shared=s)) for s in (True, False))
+    assert shared["enable_flashinfer_autotune"] is False
+    assert "enable_flashinfer_autotune" not in alone  # vLLM's default stays
+
+
 def test_piecewise_graphs_need_breakable_ones():
     name = "VLLM_USE_BREAKABLE_CUDAGRAPH"
     made = {graphs: environment(spec(graphs=graphs), 0, 0, 1).get(name) for graphs in GRAPHS}

@@ -39,6 +39,7 @@ Utilization = Annotated[
         help="Share of the GPU that vLLM plans with.",
     ),
 ]
+
 #: Flags that --sweep takes, and the fields of the request or the figures that they are.
 _SWEPT_REQUEST = {
     name.replace("_", "-"): name

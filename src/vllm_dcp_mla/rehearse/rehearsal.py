@@ -165,7 +165,8 @@ def _write_models(
 def _refuse_more_than_a_shared_cache(
     configurations: Sequence[Configuration], models: dict[str, RehearsalModel], options: Options
 ) -> None:
-    """
+    """Before engines start that vLLM would stop.
+
     Raises:
         MachineError: one rank alone, which each configuration is compared with, has no room for the
             longest request.
